@@ -1,0 +1,1 @@
+"""Checkpoints: what is complete, what matches, and what may be loaded."""

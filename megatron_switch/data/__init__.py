@@ -1,0 +1,1 @@
+"""From text on disk to Megatron's indexed token files."""

@@ -1,0 +1,1 @@
+"""Rank grids and closed-form sizes: standard library only, answers at once anywhere."""

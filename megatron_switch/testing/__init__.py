@@ -1,0 +1,1 @@
+"""Helpers for distributed tests on CPU, shipped so that users can test their own code."""
