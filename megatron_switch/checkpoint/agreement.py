@@ -1,0 +1,311 @@
+"""Compare what a checkpoint was trained with and what this run was asked for.
+
+Megatron stores its whole argument namespace in a checkpoint and compares three of the
+values on load. The rest either fails later with a shape or an assertion, or goes on
+silently with a model that means something else. Here every difference that matters is an
+error that lists flag, stored value and current value:
+
+* another model: sizes, experts, normalisation, positions, vocabulary;
+* other Switch semantics: capacity, drop order, losses, jitter, unless overridden;
+* another schedule, unless Megatron is told which of the two to take;
+* optimizer state that this run's optimizer cannot read in this layout.
+
+Layout, precision of the run, logging, data and intervals are free to change.
+
+Pure functions of values: the caller reads the stored common state
+(:func:`megatron_switch.checkpoint.contents.read_common_state`) and passes Megatron's
+argument namespace *after* ``validate_args`` has filled in what follows from other flags.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_switch.checkpoint.schedule import check_schedule
+from megatron_switch.config import FLAG_PREFIX, SwitchConfig, flag_name
+from megatron_switch.errors import CheckpointError
+
+FREE_SETTINGS = frozenset(
+    {
+        "device",
+        "dispatch",
+        "metrics_file",
+        "metrics_interval",
+        "model",  # stands for other flags, which are compared
+        "overlap_chunks",
+        "override_checkpoint",
+        "recipe",  # likewise
+        "run_dir",
+    }
+)
+"""Fields of :class:`SwitchConfig` that may differ: they change where or how fast, not what."""
+
+_SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "padded_vocab_size",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "squared_relu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "apply_layernorm_1p",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+)
+_EXPERT_SHAPES = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+)
+_SEMANTICS = (
+    "moe_expert_capacity_factor",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_router_pre_softmax",
+)
+"""Megatron's flags that carry Switch semantics; compared like the ``--switch-*`` ones."""
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting that a checkpoint and this run disagree about."""
+
+    flag: str
+    stored: Any
+    current: Any
+
+    def __str__(self) -> str:
+        """Return one line for a message."""
+        return f"{self.flag}: {self.stored} in the checkpoint, {self.current} now"
+
+
+def check_resume(
+    common_state: Mapping[str, Any], args: Namespace, *, is_release: bool = False
+) -> tuple[str, ...]:
+    """Raise unless a run with ``args`` can continue from a checkpoint.
+
+    Args:
+        common_state: What ``read_common_state`` returned.
+        args: Megatron's validated arguments of this run, ``--switch-*`` ones included.
+        is_release: The checkpoint holds weights only; nothing but the model is compared.
+
+    Returns:
+        What the user should know although the run can go on, one message per element.
+
+    Raises:
+        CheckpointError: They do not fit; the message lists every difference.
+    """
+    stored = common_state.get("args")
+    if stored is None:
+        return (
+            "The checkpoint stores no arguments, so its model, schedule and Switch settings "
+            "could not be compared with this run's.",
+        )
+    check_model(stored, args)
+    messages = list(check_switch_settings(stored, args))
+    if not (is_release or args.finetune or args.no_load_optim or _of(stored, "no_save_optim")):
+        check_optimizer_state(common_state, args)
+        check_schedule(common_state.get("opt_param_scheduler"), stored, args)
+    return tuple(messages)
+
+
+def check_model(stored: Namespace, args: Namespace) -> None:
+    """Raise when the stored arguments describe another model than the current ones.
+
+    Raises:
+        CheckpointError: With one line for each setting that differs.
+    """
+    names: Iterable[str] = _SHAPES
+    if args.num_experts or _of(stored, "num_experts"):
+        names = (*_SHAPES, *_EXPERT_SHAPES)
+    if _of(args, "position_embedding_type") == "learned_absolute":
+        names = (*names, "max_position_embeddings")
+    if _of(args, "padded_vocab_size") is None:  # before the tokenizer is built
+        names = [name for name in names if name != "padded_vocab_size"]
+    differences = _differences(names, _flag, stored, args)
+    for flag, value_of in (
+        ("--num-experts", lambda namespace: _of(namespace, "num_experts") or None),
+        ("--num-query-groups", _query_groups),
+        ("--moe-layer-freq", _sparse_layers),
+    ):
+        if value_of(stored) != value_of(args):
+            differences.append(Difference(flag, value_of(stored), value_of(args)))
+    if differences:
+        raise CheckpointError(
+            f"The checkpoint is of another model:{_lines(differences)}\n"
+            "Give these flags the checkpoint's values (--use-checkpoint-args takes most of them "
+            "from it), or load another checkpoint with --load."
+        )
+
+
+def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]:
+    """Compare everything that decides which tokens an expert computes, and with what losses.
+
+    A setting that the checkpoint does not have is no difference: stock Megatron writes none
+    of ours, and an older release of this program fewer. They are named in one message, with
+    the current values. For a stock checkpoint, Megatron's own flags that carry Switch
+    semantics are named there too instead of being an error.
+
+    Returns:
+        Messages, empty when every setting is stored and equal.
+
+    Raises:
+        CheckpointError: A stored setting differs and ``--switch-override-checkpoint`` is off.
+    """
+    if not args.num_experts:
+        return ()
+    names = [field.name for field in fields(SwitchConfig) if field.name not in FREE_SETTINGS]
+    missing = [name for name in names if not hasattr(stored, FLAG_PREFIX + name)]
+    differences = _differences(
+        (FLAG_PREFIX + name for name in names if name not in missing), _flag, stored, args
+    )
+    megatron = _differences(_SEMANTICS, _flag, stored, args)
+    is_stock = len(missing) == len(names)
+    if not is_stock:
+        differences += megatron
+    if differences and not getattr(args, FLAG_PREFIX + "override_checkpoint", False):
+        raise CheckpointError(
+            f"Switch settings differ from the checkpoint's:{_lines(differences)}\n"
+            "Give these flags the checkpoint's values, or pass --switch-override-checkpoint to "
+            "continue with the new ones."
+        )
+    messages = []
+    if differences:
+        messages.append(
+            "Continuing with Switch settings other than the checkpoint's:" + _lines(differences)
+        )
+    if missing:
+        listing = ", ".join(
+            f"{flag_name(name)} {getattr(args, FLAG_PREFIX + name)}" for name in missing
+        )
+        author = "stock Megatron" if is_stock else "an older release"
+        messages.append(
+            f"The checkpoint was written by {author} and does not say what it was trained with. "
+            f"This run uses: {listing}." + (_lines(megatron) if is_stock else "")
+        )
+    return tuple(messages)
+
+
+def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> None:
+    """Raise when this run's optimizer cannot read the stored optimizer state.
+
+    State in ``dp_reshardable`` form lies in the order of one layout's gradient buckets; only
+    the data-parallel size may change. The distributed optimizer and the plain one keep
+    different records, and so does the plain one in full and in mixed precision.
+
+    Raises:
+        CheckpointError: Naming the flag that makes the state readable.
+    """
+    stored = common_state["args"]
+    way_out = "or pass --no-load-optim to start the optimizer anew."
+    if bool(_of(stored, "use_distributed_optimizer")) != bool(args.use_distributed_optimizer):
+        was = "with" if _of(stored, "use_distributed_optimizer") else "without"
+        raise CheckpointError(
+            f"The checkpoint was saved {was} --use-distributed-optimizer, and its optimizer state "
+            f"can only be loaded that way. Set the flag as it was, {way_out}"
+        )
+    precision = [_precision(stored), _precision(args)]
+    if precision[0] != precision[1]:
+        raise CheckpointError(
+            f"The optimizer state was saved in {precision[0]} and this run is in {precision[1]}. "
+            f"Set the precision as it was, {way_out}"
+        )
+    form = (common_state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if form != "dp_reshardable":
+        return
+    layout = _differences(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        ),
+        _flag,
+        stored,
+        args,
+    )
+    if layout:
+        raise CheckpointError(
+            "The optimizer state is stored in dp_reshardable form, in the order of one layout's "
+            f"buffers, and the layout has changed:{_lines(layout)}\n"
+            "Resume in the old layout, save with --dist-ckpt-optim-fully-reshardable, and change "
+            f"the layout then, {way_out}"
+        )
+
+
+def _differences(
+    names: Iterable[str], flag_of: Callable[[str], str], stored: Namespace, args: Namespace
+) -> list[Difference]:
+    """Compare attributes; one that either side lacks is not compared."""
+    return [
+        Difference(flag_of(name), getattr(stored, name), getattr(args, name))
+        for name in names
+        if _of(stored, name, _ABSENT) is not _ABSENT
+        and _of(args, name, _ABSENT) is not _ABSENT
+        and _plain(getattr(stored, name)) != _plain(getattr(args, name))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting in a form in which equal ones compare equal."""
+    if value is None:
+        return 0  # an unset coefficient, capacity or size
+    if isinstance(value, (list, tuple)):
+        value = list(value)
+        return value[0] if len(value) == 1 else value
+    return value
+
+
+def _of(namespace: Namespace, name: str, default: Any = None) -> Any:
+    return getattr(namespace, name, default)
+
+
+def _flag(name: str) -> str:
+    if name == "add_bias_linear":  # the one flag that says the opposite of its attribute
+        return "add_bias_linear (off with --disable-bias-linear)"
+    return "--" + name.replace("_", "-")
+
+
+def _query_groups(namespace: Namespace) -> int | None:
+    if _of(namespace, "group_query_attention"):
+        groups: int | None = _of(namespace, "num_query_groups")
+        return groups
+    heads: int | None = _of(namespace, "num_attention_heads")
+    return heads
+
+
+def _sparse_layers(namespace: Namespace) -> list[int] | None:
+    """Return the layers with experts, counted from 0, however ``--moe-layer-freq`` said it."""
+    if not _of(namespace, "num_experts"):
+        return None
+    pattern = _of(namespace, "moe_layer_freq", 1)
+    if isinstance(pattern, int):
+        return [layer for layer in range(namespace.num_layers) if layer % pattern == 0]
+    return [layer for layer, sparse in enumerate(pattern) if sparse]
+
+
+def _precision(namespace: Namespace) -> str:
+    for name in ("bf16", "fp16"):
+        if _of(namespace, name):
+            return f"--{name}"
+    return "fp32"
+
+
+def _lines(differences: Iterable[Difference]) -> str:
+    return "".join(f"\n  {difference}" for difference in differences)

@@ -1,0 +1,179 @@
+"""Routing statistics on their way from the routers to Megatron's log.
+
+:class:`SwitchMetricsTracker` takes the place of Megatron's MoE metrics tracker
+(``set_moe_metrics_tracker``). Routers add rows of sums; once a step :meth:`report` adds the rows of
+all ranks with one all-reduce over the world, which every rank joins: pipeline stages without an MoE
+layer add zeros, and tensor, context and data ranks hold distinct tokens, so each token counts once.
+
+A router records only where gradients are enabled, which is once per micro-batch with or without
+recompute; evaluation goes to rows of its own that only :meth:`report_evaluation` reads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
+from torch import Tensor
+
+from megatron_switch.moe.statistics import RoutingReport, row_width
+
+_STEP_KEYS = ("advanced iterations", "skipped iterations")
+
+
+class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
+    """Collects rows of routing statistics and reports them once per step.
+
+    Args:
+        layer_numbers: 1-based numbers of all layers with experts, over all pipeline stages.
+        num_experts: Experts in each of them.
+        on_report: Called on every rank with (report, iteration) after each training step.
+        layer_interval: Iterations between per-layer values in TensorBoard.
+    """
+
+    def __init__(
+        self,
+        layer_numbers: tuple[int, ...],
+        num_experts: int,
+        *,
+        on_report: Callable[[RoutingReport, int], None] | None = None,
+        layer_interval: int = 10,
+    ) -> None:
+        super().__init__()
+        self._layer_numbers = layer_numbers
+        self._row_of_layer = {number: row for row, number in enumerate(layer_numbers)}
+        self._shape = (len(layer_numbers), row_width(num_experts))
+        self._on_report = on_report
+        self._layer_interval = layer_interval
+        self._steps_before = (0, 0)
+        self._training_rows: Tensor | None = None
+        self._evaluation_rows: Tensor | None = None
+
+    def record_row(self, layer_number: int, row: Tensor, *, training: bool) -> None:
+        """Add one micro-batch's row of one layer (see ``statistics_row``)."""
+        if training:
+            if self._training_rows is None:
+                self._training_rows = row.new_zeros(self._shape)
+            self._training_rows[self._row_of_layer[layer_number]] += row
+        else:
+            if self._evaluation_rows is None:
+                self._evaluation_rows = row.new_zeros(self._shape)
+            self._evaluation_rows[self._row_of_layer[layer_number]] += row
+
+    def report(  # type: ignore[override]
+        self,
+        loss_scale: float,
+        iteration: int,
+        writer: Any = None,
+        wandb_writer: Any = None,
+        per_layer_logging: bool = False,
+        total_loss_dict: dict[str, Any] | None = None,
+        **_: object,
+    ) -> str:
+        """Sum over ranks, log, clear; called by Megatron once per step on every rank.
+
+        Megatron passes a closed list of names and per-name settings; they say nothing that is not
+        known here from construction, so they are not read.
+
+        Args:
+            loss_scale: One over the number of micro-batches of this rank.
+            iteration: Current iteration.
+            writer: TensorBoard writer, on the rank that has one.
+            wandb_writer: Weights & Biases run, on the rank that has one.
+            per_layer_logging: Write per-layer values each iteration (``--moe-per-layer-logging``).
+            total_loss_dict: Megatron's sums between two console lines.
+
+        Returns:
+            Text for the console line.
+        """
+        rows, self._training_rows = self._training_rows, None
+        if not self._layer_numbers:
+            return ""
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=False)
+        report = self._summed(rows, replicas / loss_scale)
+        scalars = report.scalars()
+        _log(writer, wandb_writer, scalars, iteration)
+        if per_layer_logging or iteration % self._layer_interval == 0:
+            _log(writer, wandb_writer, _named_by_layer(report), iteration)
+        self._add_to_console(total_loss_dict, scalars)
+        if self._on_report is not None:
+            self._on_report(report, iteration)
+        return console_text(report)
+
+    def report_evaluation(self) -> RoutingReport | None:
+        """Sum evaluation rows over ranks and clear them; every rank must call it.
+
+        The losses of an evaluation are not recorded: they belong to training.
+
+        Returns:
+            The report, or None where the model has no MoE layer.
+        """
+        rows, self._evaluation_rows = self._evaluation_rows, None
+        return self._summed(rows, 1.0) if self._layer_numbers else None
+
+    def _summed(self, rows: Tensor | None, num_microbatches: float) -> RoutingReport:
+        if rows is None:  # a pipeline stage without an MoE layer
+            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+            rows = torch.zeros(self._shape, dtype=torch.float64, device=device)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(rows)
+        return RoutingReport.of(rows.cpu(), self._layer_numbers, num_microbatches)
+
+    def _add_to_console(
+        self, total_loss_dict: dict[str, Any] | None, scalars: dict[str, float]
+    ) -> None:
+        """Add to Megatron's sums, except for a skipped step, which it does not count either."""
+        if total_loss_dict is None:
+            return
+        skipped = self._step_was_skipped(total_loss_dict)
+        for name in ("load_balancing_loss", "z_loss"):
+            value = 0.0 if skipped else scalars[name]
+            if name in total_loss_dict:
+                total_loss_dict[name] = total_loss_dict[name] + value
+            else:
+                total_loss_dict[name] = torch.tensor([value])
+
+    def _step_was_skipped(self, total_loss_dict: dict[str, Any]) -> bool:
+        """Tell from Megatron's two counters, which it resets together after a console line."""
+        advanced, skipped = (int(total_loss_dict.get(key, 0)) for key in _STEP_KEYS)
+        advanced_before, skipped_before = self._steps_before
+        self._steps_before = (advanced, skipped)
+        return (advanced, skipped) in {(advanced_before, skipped_before + 1), (0, 1)}
+
+
+def record_routing(layer_number: int, row: Tensor, *, training: bool) -> None:
+    """Hand a router's row to the active tracker, if it is ours.
+
+    Inside another training program Megatron's own tracker is active; it knows only losses, and the
+    program that set it up decides what it logs.
+    """
+    tracker = get_moe_metrics_tracker()
+    if isinstance(tracker, SwitchMetricsTracker):
+        tracker.record_row(layer_number, row, training=training)
+
+
+def console_text(report: RoutingReport) -> str:
+    """Return what a console line gains: drops, load and idle experts."""
+    return (
+        f" dropped: {report.dropped:.4f} |"
+        f" expert load max/mean: {report.load_ratio:.2f} |"
+        f" experts below half: {report.experts_below_half} |"
+        f" dead experts: {report.dead_experts} |"
+    )
+
+
+def _named_by_layer(report: RoutingReport) -> dict[str, float]:
+    return {
+        f"moe/{name}_layer_{number}": value
+        for name, values in report.per_layer().items()
+        for number, value in zip(report.layer_numbers, values, strict=True)
+    }
+
+
+def _log(writer: Any, wandb_writer: Any, scalars: dict[str, float], iteration: int) -> None:
+    if writer is not None:
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb_writer:
+        wandb_writer.log(scalars, iteration)

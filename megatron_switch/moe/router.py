@@ -1,0 +1,349 @@
+"""The Switch router: logits, routing over whole capacity groups, losses and statistics.
+
+:class:`SwitchRouter` is the shell around the pure functions of this package. It decides over which
+tokens a loss or a capacity counts, gathers the counts that other ranks hold, and attaches the
+losses' gradients. What it does not do: build a [tokens, experts] map, or drop anything - dropping
+is a comparison of a token's slot with the capacity, and dispatch reads the result.
+
+Decisions:
+
+* Logits, softmax and argmax are float32 whatever the model's dtype; jitter multiplies the float32
+  router input, in training only; there is no bias.
+* Rows are batch-major (all of sequence 0 first), as in Mesh-TensorFlow, whatever Megatron's
+  [S, B] layout. Capacity counts tokens of all tensor- and context-parallel shards of a group.
+* Losses count tokens before any drop: over each sequence with capacity group ``sequence``, over
+  the micro-batch otherwise. Each rank attaches its share; Megatron sums gradients over shards and
+  averages them over data-parallel ranks and micro-batches.
+* Statistics are recorded once per micro-batch: in training where gradients are enabled, so that a
+  recomputed layer records once, and in evaluation apart from training.
+
+Shape letters:
+
+    S  positions of a sequence on this rank    B  sequences in the micro-batch
+    T  tokens on this rank, T = B * S          D  model
+    E  experts                                 K  chunks of a sequence on this rank
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    apply_random_logits,
+    router_gating_linear,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_switch.config import SwitchConfig
+from megatron_switch.moe import counter
+from megatron_switch.moe.capacity import expert_capacity
+from megatron_switch.moe.initialization import init_router_weight_
+from megatron_switch.moe.losses import load_balancing_share, router_z_share
+from megatron_switch.moe.metrics import record_routing
+from megatron_switch.moe.routed import RoutedTokens
+from megatron_switch.moe.routing import (
+    RouterProbabilities,
+    SwitchRouting,
+    assign_slots,
+    count_tokens,
+    route_probs,
+    router_probabilities,
+    shift_slots,
+)
+from megatron_switch.moe.shards import SequenceShards, earlier_counts
+from megatron_switch.moe.statistics import LADDER, statistics_row
+from megatron_switch.moe.step_key import step_key
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where this rank's rows stand: which group each belongs to, and what is padding."""
+
+    group_T: Tensor
+    """Capacity group of each row, int64 in [0, num_groups)."""
+    num_groups: int
+    chunk_T: Tensor
+    """Row of the (B * K) chunk counts that each row belongs to, int64."""
+    num_chunks: int
+    """Chunks of all sequences on this rank, B * K."""
+    num_sequences: int
+    padding_T: Tensor | None
+
+
+class SwitchRouter(TopKRouter):  # type: ignore[misc]
+    """Top-1 router with first-come capacity.
+
+    Args:
+        config: Megatron's transformer configuration.
+        pg_collection: Process groups; tensor-and-context, tensor, context and expert are read.
+        is_mtp_layer: Always False; multi-token prediction is refused with Switch.
+        switch: Switch settings.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        is_mtp_layer: bool = False,
+        *,
+        switch: SwitchConfig,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
+        self.switch = switch
+        if self.bias is not None:  # Megatron ties the router's bias to those of linear layers
+            del self.bias
+            self.register_parameter("bias", None)
+        spans_ranks = switch.capacity_group == "ep"
+        self._capacity_ranks = pg_collection.tp_ep if spans_ranks else pg_collection.tp_cp
+
+    def forward(self, x_BSD: Tensor, padding_mask: Tensor | None = None) -> RoutedTokens:
+        """Route this rank's tokens.
+
+        Args:
+            x_BSD: Layer input after its norm, batch-major, shape (B, S, D).
+            padding_mask: True for padding, shape (B, S), bool; None without padding.
+
+        Returns:
+            The routing, with slots counted over whole capacity groups. Gates carry the gradients
+            of the losses as well.
+        """
+        rows = self._rows(x_BSD, padding_mask)
+        key_T = self._token_keys(x_BSD) if self._needs_keys() else None
+        scores = router_probabilities(self.gating(x_BSD, key_T))
+        routing, counts_GE = self._route(scores, rows)
+        if not self.training or torch.is_grad_enabled():
+            routing = self._account(scores, routing, counts_GE, rows)
+        return RoutedTokens(
+            routing=routing,
+            group_T=rows.group_T,
+            num_groups=rows.num_groups,
+            capacity=routing.capacity,
+            key_T=key_T if self.switch.expert_dropout else None,
+        )
+
+    def reset_switch_parameters(
+        self, *, seed: int, layer_number: int, init_scale: float | None
+    ) -> None:
+        """Draw the weight; the same in every layout.
+
+        Args:
+            seed: Seed of the run.
+            layer_number: 1-based number of the layer in the whole model.
+            init_scale: Scale of the truncated normal, or None for Megatron's ``init_method``.
+        """
+        init_router_weight_(
+            self.weight,
+            seed=seed,
+            layer_number=layer_number,
+            scale=init_scale,
+            init_method=self.config.init_method,
+        )
+
+    def gating(self, x_BSD: Tensor, key_T: Tensor | None = None) -> Tensor:
+        """Return float32 logits, shape (T, E); jitter applied in training."""
+        x_TD = x_BSD.flatten(0, 1)
+        jitter_eps = self.config.moe_input_jitter_eps
+        if self.training and jitter_eps:
+            x_TD = counter.jitter(x_TD.float(), key_T, jitter_eps)
+        logits_TE: Tensor = router_gating_linear(x_TD, self.weight, None, torch.float32)
+        if self.config.moe_router_force_load_balancing:
+            logits_TE = apply_random_logits(logits_TE)
+        return logits_TE
+
+    def capacity_of(self, num_tokens: int) -> int:
+        """Return the slots per expert for a capacity group of ``num_tokens`` tokens."""
+        if self.switch.capacity is not None:
+            return self.switch.capacity
+        factor = self.switch.eval_capacity_factor
+        if self.training:
+            given = self.config.moe_expert_capacity_factor
+            factor = -1.0 if given is None else given
+        return self._capacity_at(num_tokens, factor)
+
+    def _capacity_at(self, num_tokens: int, factor: float) -> int:
+        return expert_capacity(
+            num_tokens,
+            self.num_experts,
+            factor,
+            min_capacity=self.switch.min_capacity,
+            rounding=self.switch.capacity_rounding,
+        )
+
+    def _rows(self, x_BSD: Tensor, padding_mask: Tensor | None) -> _Rows:
+        num_sequences, length = x_BSD.shape[:2]
+        shards = self._shards(length)
+        rank = self._rank_in_shards()
+        chunk_S = shards.chunk_of_position(rank).to(x_BSD.device)
+        sequence_B1 = torch.arange(num_sequences, device=x_BSD.device).unsqueeze(1)
+        sequence_T = sequence_B1.expand(-1, length).reshape(-1)
+        by_sequence = self.switch.capacity_group == "sequence"
+        return _Rows(
+            group_T=sequence_T if by_sequence else torch.zeros_like(sequence_T),
+            num_groups=num_sequences if by_sequence else 1,
+            chunk_T=(sequence_B1 * shards.num_chunks + chunk_S).reshape(-1),
+            num_chunks=num_sequences * shards.num_chunks,
+            num_sequences=num_sequences,
+            padding_T=None if padding_mask is None else padding_mask.flatten(),
+        )
+
+    def _route(
+        self, scores: RouterProbabilities, rows: _Rows
+    ) -> tuple[SwitchRouting, Tensor]:
+        """Return the routing, and all ranks' tokens per (loss group, expert)."""
+        num_ranks = self._capacity_ranks.size()
+        num_tokens = scores.probs_TE.shape[0]
+        capacity = self.capacity_of(num_tokens * num_ranks // rows.num_groups)
+        order = self.switch.drop_order
+        if num_ranks == 1:
+            routing = route_probs(
+                scores.probs_TE,
+                capacity=capacity,
+                group_T=rows.group_T if rows.num_groups > 1 else None,
+                padding_T=rows.padding_T,
+                order=order,
+            )
+            counts_GE = count_tokens(
+                routing.expert_T,
+                num_experts=self.num_experts,
+                num_groups=rows.num_groups,
+                group_T=rows.group_T,
+                padding_T=rows.padding_T,
+            )
+            return routing, counts_GE
+        routing = route_probs(
+            scores.probs_TE, capacity=capacity, group_T=rows.chunk_T, padding_T=rows.padding_T
+        )
+        counts_NBKE = self._gather_chunk_counts(routing, rows)
+        if order == "probability":
+            routing = self._renumber_by_probability(routing, rows, capacity)
+        else:
+            shards = self._shards(num_tokens // rows.num_sequences)
+            earlier_BKE = earlier_counts(
+                counts_NBKE,
+                shards.order().to(counts_NBKE.device),
+                rank=self._capacity_ranks.rank(),
+                group=self.switch.capacity_group,
+            )
+            routing = shift_slots(
+                routing,
+                earlier_GE=earlier_BKE.flatten(0, 1),
+                group_T=rows.chunk_T,
+                capacity=capacity,
+            )
+        return routing, self._loss_group_counts(counts_NBKE, rows)
+
+    def _gather_chunk_counts(self, routing: SwitchRouting, rows: _Rows) -> Tensor:
+        """Return tokens per (rank, sequence, chunk, expert) of the capacity ranks, int32."""
+        counts_GE = count_tokens(
+            routing.expert_T,
+            num_experts=self.num_experts,
+            num_groups=rows.num_chunks,
+            group_T=rows.chunk_T,
+            padding_T=rows.padding_T,
+        ).int()
+        num_ranks = self._capacity_ranks.size()
+        gathered = counts_GE.new_empty(num_ranks * counts_GE.shape[0], self.num_experts)
+        dist.all_gather_into_tensor(gathered, counts_GE, group=self._capacity_ranks)
+        return gathered.view(num_ranks, rows.num_sequences, -1, self.num_experts)
+
+    def _loss_group_counts(self, counts_NBKE: Tensor, rows: _Rows) -> Tensor:
+        """Sum counts over the ranks of this micro-batch, for each group that a loss is over."""
+        num_shards = self.tp_cp_group.size()
+        first = self._capacity_ranks.rank() // num_shards * num_shards
+        counts_BE = counts_NBKE[first : first + num_shards].sum(dim=(0, 2))
+        return counts_BE if rows.num_groups > 1 else counts_BE.sum(dim=0, keepdim=True)
+
+    def _renumber_by_probability(
+        self, routing: SwitchRouting, rows: _Rows, capacity: int
+    ) -> SwitchRouting:
+        """Number slots by gate over the gathered group: a count cannot tell who ranks higher."""
+        ranks = self._capacity_ranks
+        real_T = routing.slot_T >= 0
+        local = (routing.expert_T, rows.group_T, real_T.long(), routing.gate_T.detach())
+        expert, group, real, gate = (_gathered(part, ranks) for part in local)
+        slots = assign_slots(
+            expert,
+            num_experts=self.num_experts,
+            group_T=group,
+            padding_T=real == 0,
+            gate_T=gate,
+        )
+        slot_T = slots.view(ranks.size(), -1)[ranks.rank()]
+        return replace(
+            routing,
+            slot_T=slot_T,
+            kept_T=real_T & (slot_T < capacity),
+            capacity=capacity,
+        )
+
+    def _account(
+        self, scores: RouterProbabilities, routing: SwitchRouting, counts_GE: Tensor, rows: _Rows
+    ) -> SwitchRouting:
+        """Record statistics, and in training attach the losses' gradients to the gates."""
+        loss_group_T = rows.group_T if rows.num_groups > 1 else None
+        balance_share = load_balancing_share(
+            scores.probs_TE, counts_GE, group_T=loss_group_T, padding_T=rows.padding_T
+        )
+        num_tokens = counts_GE.sum()
+        z_share = router_z_share(
+            scores.logsumexp_T, padding_T=rows.padding_T, num_tokens=num_tokens
+        )
+        group_size = routing.slot_T.numel() * self._capacity_ranks.size() // rows.num_groups
+        if self.layer_number is not None:
+            row = statistics_row(
+                routing,
+                balance_share=balance_share,
+                z_share=z_share,
+                ladder_capacities=tuple(self._capacity_at(group_size, f) for f in LADDER),
+            )
+            record_routing(self.layer_number, row, training=self.training)
+        if not self.training:
+            return routing
+        loss = self._balance_coeff() * balance_share + self._z_coeff() * z_share
+        if self.calculate_per_token_loss:  # Megatron divides these gradients by loss tokens
+            loss = loss * num_tokens
+        return replace(routing, gate_T=MoEAuxLossAutoScaler.apply(routing.gate_T, loss))
+
+    def _balance_coeff(self) -> float:
+        coeff: float = self.get_aux_loss_coeff("aux_loss")
+        return coeff
+
+    def _z_coeff(self) -> float:
+        return self.config.moe_z_loss_coeff or 0.0
+
+    def _needs_keys(self) -> bool:
+        noise = self.config.moe_input_jitter_eps or self.switch.expert_dropout
+        return bool(self.training and noise)
+
+    def _token_keys(self, x_BSD: Tensor) -> Tensor:
+        """Return keys that name each token by its place in the whole micro-batch."""
+        num_sequences, length = x_BSD.shape[:2]
+        shards = self._shards(length)
+        whole_length = length * self.tp_cp_group.size()
+        position_S = shards.positions(self._rank_in_shards()).to(x_BSD.device)
+        sequence_B1 = torch.arange(num_sequences, device=x_BSD.device).unsqueeze(1)
+        position_T = (sequence_B1 * whole_length + position_S).reshape(-1)
+        return counter.token_keys(step_key(), self.layer_number or 0, position_T)
+
+    def _shards(self, local_length: int) -> SequenceShards:
+        return _shards_of(local_length, self.tp_group.size(), self.cp_group.size())
+
+    def _rank_in_shards(self) -> int:
+        rank: int = self.tp_cp_group.rank()
+        return rank
+
+
+@cache
+def _shards_of(local_length: int, tensor_size: int, context_size: int) -> SequenceShards:
+    return SequenceShards.of(local_length, tensor_size=tensor_size, context_size=context_size)
+
+
+def _gathered(values_T: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+    gathered = values_T.new_empty(ranks.size() * values_T.numel())
+    dist.all_gather_into_tensor(gathered, values_T.contiguous(), group=ranks)
+    return gathered

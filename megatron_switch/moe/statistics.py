@@ -1,0 +1,155 @@
+"""What a router did, as numbers that add up: over micro-batches, ranks and layers.
+
+A layer's statistics are one row of sums. Rows are added, never averaged, until the very end, so
+that a logged value is the effective value in every layout: the losses are recorded as this rank's
+*share* (their sum over the ranks of a micro-batch is the loss), everything else as counts.
+
+Counts are of tokens before any drop, padding excluded. The ladder says how many tokens *would* have
+been dropped at other capacity factors; slots are numbered before capacity cuts them off, so it is
+exact and costs one comparison a factor.
+
+Shape letters:
+
+    L  layers with experts    E  experts    F  factors on the ladder
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_switch.moe.routing import SwitchRouting
+
+LADDER = (1.0, 1.1, 1.2, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Capacity factors at which the tokens that would be dropped are counted."""
+
+_LOSS_COLUMNS = 2
+_COUNT_COLUMNS = 2
+_LOAD_START = _LOSS_COLUMNS + _COUNT_COLUMNS + len(LADDER)
+
+
+def row_width(num_experts: int) -> int:
+    """Return the number of columns of a row of statistics."""
+    return _LOAD_START + num_experts
+
+
+def statistics_row(
+    routing: SwitchRouting,
+    *,
+    balance_share: Tensor,
+    z_share: Tensor,
+    ladder_capacities: tuple[int, ...],
+) -> Tensor:
+    """Return one micro-batch's sums on this rank: float64, shape (row_width(E),).
+
+    Args:
+        routing: The router's decision, with slots counted over the whole capacity group.
+        balance_share: This rank's share of the load-balancing loss, coefficient not applied.
+        z_share: This rank's share of the router z-loss, coefficient not applied.
+        ladder_capacities: Capacity at each factor of :data:`LADDER`.
+    """
+    real_T = routing.slot_T >= 0
+    losses = torch.stack([balance_share.detach().double(), z_share.detach().double()])
+    counts = torch.stack([real_T.sum(), (real_T & ~routing.kept_T).sum()])
+    ladder = torch.stack([(routing.slot_T >= capacity).sum() for capacity in ladder_capacities])
+    return torch.cat([losses, counts, ladder, routing.tokens_per_expert_E]).double()
+
+
+@dataclass(frozen=True)
+class RoutingReport:
+    """Routing of all sparse layers over one training step or one evaluation."""
+
+    layer_numbers: tuple[int, ...]
+    """1-based numbers of the layers with experts."""
+    balance_loss_L: Tensor
+    """Load-balancing loss of each layer, coefficient not applied; balanced = 1.0."""
+    z_loss_L: Tensor
+    """Router z-loss of each layer, coefficient not applied."""
+    tokens_L: Tensor
+    """Tokens routed."""
+    dropped_L: Tensor
+    """Fraction of tokens that found no slot."""
+    ladder_LF: Tensor
+    """Fraction that would find no slot at each factor of :data:`LADDER`."""
+    load_LE: Tensor
+    """Fraction of a layer's tokens that chose each expert; rows sum to 1 where tokens came."""
+
+    @classmethod
+    def of(
+        cls, rows: Tensor, layer_numbers: tuple[int, ...], num_microbatches: float
+    ) -> "RoutingReport":
+        """Turn summed rows into means and fractions.
+
+        Args:
+            rows: Sums over all ranks and micro-batches: float64 on CPU, (L, row_width(E)).
+            layer_numbers: 1-based number of each row's layer.
+            num_microbatches: Micro-batches in the sums, over all data-parallel replicas.
+        """
+        losses, counts, ladder, load = rows.split(
+            [_LOSS_COLUMNS, _COUNT_COLUMNS, len(LADDER), rows.shape[1] - _LOAD_START], dim=1
+        )
+        tokens = counts[:, 0].clamp(min=1.0)
+        return cls(
+            layer_numbers=layer_numbers,
+            balance_loss_L=losses[:, 0] / num_microbatches,
+            z_loss_L=losses[:, 1] / num_microbatches,
+            tokens_L=counts[:, 0],
+            dropped_L=counts[:, 1] / tokens,
+            ladder_LF=ladder / tokens[:, None],
+            load_LE=load / tokens[:, None],
+        )
+
+    @property
+    def balance_loss(self) -> float:
+        """Mean load-balancing loss over layers."""
+        return self.balance_loss_L.mean().item()
+
+    @property
+    def z_loss(self) -> float:
+        """Mean router z-loss over layers."""
+        return self.z_loss_L.mean().item()
+
+    @property
+    def dropped(self) -> float:
+        """Mean fraction of dropped tokens over layers."""
+        return self.dropped_L.mean().item()
+
+    @property
+    def load_ratio_L(self) -> Tensor:
+        """Busiest expert's tokens over the mean expert's, for each layer."""
+        return self.load_LE.amax(dim=1) * self.load_LE.shape[1]
+
+    @property
+    def load_ratio(self) -> float:
+        """The worst layer's busiest expert over its mean expert; balanced = 1.0."""
+        return self.load_ratio_L.max().item()
+
+    @property
+    def experts_below_half(self) -> int:
+        """Experts, over all layers, that got less than half their fair share."""
+        return int((self.load_LE < 0.5 / self.load_LE.shape[1]).sum())
+
+    @property
+    def dead_experts(self) -> int:
+        """Experts, over all layers, that no token chose."""
+        return int((self.load_LE == 0).sum())
+
+    def scalars(self) -> dict[str, float]:
+        """Return the values that are logged each iteration, by name."""
+        return {
+            "load_balancing_loss": self.balance_loss,
+            "z_loss": self.z_loss,
+            "dropped": self.dropped,
+            "expert_load_max_over_mean": self.load_ratio,
+            "experts_below_half": float(self.experts_below_half),
+            "dead_experts": float(self.dead_experts),
+        }
+
+    def per_layer(self) -> dict[str, list[float]]:
+        """Return the values that are logged for each sparse layer, by name, in layer order."""
+        return {
+            "load_balancing_loss": self.balance_loss_L.tolist(),
+            "z_loss": self.z_loss_L.tolist(),
+            "dropped": self.dropped_L.tolist(),
+            "expert_load_max_over_mean": self.load_ratio_L.tolist(),
+        }

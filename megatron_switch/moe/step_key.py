@@ -1,0 +1,34 @@
+"""The number that jitter and expert dropout are keyed by, carried in Megatron's RNG tracker.
+
+Noise must be the same in every layout and bit-equal after a resume, so it is drawn from a counter
+keyed by (seed, iteration, micro-batch), not from a rank's random stream. It must also be the same
+when activations are recomputed, at a time when another micro-batch is under way. Megatron's
+recompute saves and restores the states of its RNG tracker around every recomputed part; a key that
+sits among those states is therefore always the one of the forward pass being repeated.
+
+The key is stored as eight bytes under a name of its own, and no generator is ever forked under that
+name, so Megatron never takes it for a generator state.
+"""
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+_NAME = "switch-step-key"
+_NUM_BYTES = 8
+
+
+def set_step_key(key: int) -> None:
+    """Make ``key`` (a signed 64-bit integer) the key of the micro-batch that starts now."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    key_bytes = key.to_bytes(_NUM_BYTES, "little", signed=True)
+    states[_NAME] = torch.tensor(list(key_bytes), dtype=torch.uint8)
+    tracker.set_states(states)
+
+
+def step_key() -> int:
+    """Return the key of the micro-batch whose forward pass runs now, 0 if none was set."""
+    state = get_cuda_rng_tracker().get_states().get(_NAME)
+    if state is None:
+        return 0
+    return int.from_bytes(bytes(state.tolist()), "little", signed=True)

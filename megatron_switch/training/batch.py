@@ -1,0 +1,182 @@
+"""One micro-batch: from the data set to the loss.
+
+The batch is read by the first rank of each tensor-parallel group and handed to the others, by
+Megatron's own functions. The forward step also names the micro-batch to the Switch layers, whose
+noise is keyed by it: the number of a micro-batch in its global batch is the same in every layout
+with the same micro-batch size.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+from torch import Tensor
+
+from megatron_switch.moe.counter import mix
+from megatron_switch.moe.step_key import set_step_key
+
+_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def datasets_provider(num_samples: list[int]) -> Any:
+    """Build Megatron's train, validation and test data sets.
+
+    Args:
+        num_samples: Least number of samples of each.
+
+    Returns:
+        The three data sets; one is None where its split is empty.
+    """
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+    )
+    return BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset, num_samples, _reads_data, config
+    ).build()
+
+
+def _reads_data() -> bool:
+    reads: bool = (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage())
+    )
+    return reads
+
+
+class ForwardStep:
+    """Megatron's forward step for a decoder-only model.
+
+    Args:
+        seed: Seed of the run, part of the key of Switch layers' noise.
+        keyed: Whether any Switch layer draws noise, so that micro-batches must be named.
+    """
+
+    def __init__(self, *, seed: int, keyed: bool) -> None:
+        self._seed = seed
+        self._keyed = keyed
+        self._iteration = -1
+        self._calls: dict[int | None, int] = {}
+
+    def __call__(
+        self, data_iterator: Iterator[Any], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Run one micro-batch through one model chunk.
+
+        Returns:
+            The chunk's output, and the function that turns the last stage's into a loss.
+        """
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        batch = _read_batch(data_iterator, vp_stage, training=model.training)
+        if self._keyed and model.training:
+            set_step_key(self._micro_batch_key(vp_stage))
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )
+        return output, partial(masked_loss, batch["loss_mask"])
+
+    def _micro_batch_key(self, vp_stage: int | None) -> int:
+        """Hash what names this micro-batch in the run, in any layout.
+
+        A schedule runs the micro-batches of a chunk in order, so counting calls numbers them; the
+        count wraps around where an iteration is run again to check a suspicious result.
+        """
+        iteration = get_args().curr_iteration
+        if iteration != self._iteration:
+            self._iteration = iteration
+            self._calls = {}
+        local = self._calls.get(vp_stage, 0) % get_num_microbatches()
+        self._calls[vp_stage] = self._calls.get(vp_stage, 0) + 1
+        replicas = parallel_state.get_data_parallel_world_size()
+        micro_batch = local * replicas + parallel_state.get_data_parallel_rank()
+        return int(mix(self._seed, iteration, micro_batch))
+
+
+def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return what Megatron wants of a loss function.
+
+    Args:
+        loss_mask_BS: 1.0 where a token's loss counts.
+        loss_BS: Cross-entropy of each token.
+
+    Returns:
+        Sum of losses over tokens that count, their number, and both again for the log.
+    """
+    mask_T = loss_mask_BS.reshape(-1).float()
+    total = (loss_BS.reshape(-1).float() * mask_T).sum()
+    num_tokens = mask_T.sum().detach().to(torch.int)
+    logged = torch.stack([total.detach(), num_tokens.to(total.dtype)])
+    return total, num_tokens, {"lm loss": logged}
+
+
+def _read_batch(
+    data_iterator: Iterator[Any], vp_stage: int | None, *, training: bool
+) -> dict[str, Any]:
+    """Return this rank's part of the next micro-batch; None for what its stage does not need."""
+    args = get_args()
+    micro_batch_size = args.micro_batch_size if training else args.eval_micro_batch_size
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if not (first or last):
+        return dict.fromkeys(_KEYS)
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tensor_rank == 0:
+        sample = next(data_iterator)
+        batch = {
+            key: sample[key].cuda(non_blocking=True) if key in sample else None for key in _KEYS
+        }
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tensor_rank,
+        micro_batch_size=micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=first,
+        is_pipeline_last_stage=last,
+    )
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
+    return {key: batch.get(key) for key in _KEYS}
+

@@ -1,0 +1,131 @@
+"""Defaults that follow from other flags, from the device and from what is installed.
+
+Megatron's own defaults assume Transformer Engine, Apex and NCCL. Each rule here turns one of them to
+what works where they are absent, only if the user did not say otherwise; a flag that the user did
+set and that cannot hold is a :class:`ConfigError`. What was changed is returned, to be reported in
+one line.
+"""
+
+from argparse import Namespace
+from importlib.util import find_spec
+from typing import Literal
+
+from megatron_switch.errors import ConfigError
+from megatron_switch.models.gpt import switch_layer_pattern
+from megatron_switch.training.arguments import CommandLine
+
+
+def fill_defaults(line: CommandLine, device: Literal["cuda", "cpu"]) -> tuple[str, ...]:
+    """Set the defaults that depend on other values, in place.
+
+    Args:
+        line: The parsed command line; its namespace is changed.
+        device: Where the run happens.
+
+    Returns:
+        What was set, as flags, for the report.
+
+    Raises:
+        ConfigError: An explicit flag needs something that is not here.
+    """
+    set_here = _Setter(line)
+    if line.args.num_experts:
+        _fill_model(line, set_here)
+    if device == "cpu":
+        _fill_cpu(line, set_here)
+    have_te = device == "cuda" and find_spec("transformer_engine") is not None
+    if not have_te:
+        _fill_local(line, set_here, have_apex=device == "cuda" and has_apex())
+    elif line.args.transformer_impl == "transformer_engine" and line.args.num_experts:
+        set_here("moe_grouped_gemm", True, "--moe-grouped-gemm")
+    if line.args.reset_attention_mask:  # the dataset must build the mask it resets
+        set_here("create_attention_mask_in_dataloader", True, "attention mask from the data set")
+    return tuple(set_here.report)
+
+
+def has_apex() -> bool:
+    """Return whether NVIDIA's Apex is installed.
+
+    Raises:
+        ConfigError: The unrelated package of that name from PyPI is installed instead.
+    """
+    if find_spec("apex") is None:
+        return False
+    if find_spec("apex.optimizers") is None and find_spec("apex.normalization") is None:
+        raise ConfigError(
+            "The installed package 'apex' is not NVIDIA's Apex: it has neither apex.optimizers nor "
+            "apex.normalization. PyPI's apex is an unrelated project; run 'pip uninstall apex'. "
+            "NVIDIA's Apex is optional and is built from source."
+        )
+    return True
+
+
+class _Setter:
+    """Sets attributes that were not given on the command line, and remembers them."""
+
+    def __init__(self, line: CommandLine) -> None:
+        self._line = line
+        self.report: list[str] = []
+
+    def __call__(self, name: str, value: object, shown: str) -> None:
+        if name not in self._line.explicit and getattr(self._line.args, name) != value:
+            setattr(self._line.args, name, value)
+            self.report.append(shown)
+
+
+def _fill_model(line: CommandLine, set_here: _Setter) -> None:
+    args: Namespace = line.args
+    if "moe_layer_freq" not in line.explicit and args.num_layers is not None:
+        # An integer frequency N means layers 0, N, 2N, ... to Megatron; Switch starts at 1.
+        args.moe_layer_freq = switch_layer_pattern(args.num_layers)
+
+
+def _fill_cpu(line: CommandLine, set_here: _Setter) -> None:
+    if "distributed_backend" in line.explicit and line.args.distributed_backend != "gloo":
+        raise ConfigError(
+            f"On the CPU ranks talk over gloo, got --distributed-backend "
+            f"{line.args.distributed_backend}. Leave the flag out, or use --switch-device cuda."
+        )
+    set_here("distributed_backend", "gloo", "--distributed-backend gloo")
+    # Loader processes would cost 0.2 GB each and gain nothing where compute is on the CPU too.
+    set_here("num_workers", 0, "--num-workers 0")
+    for name, wrong in _NOT_ON_CPU.items():
+        if getattr(line.args, name) not in (None, False, "none", []):
+            raise ConfigError(
+                f"{wrong} needs a GPU, and this run is on the CPU (--switch-device). Leave "
+                f"{wrong} out."
+            )
+
+
+_NOT_ON_CPU = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "async_save": "--async-save",
+    "cuda_graph_impl": "--cuda-graph-impl",
+    "tp_comm_overlap": "--tp-comm-overlap",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "profile": "--profile",
+}
+
+
+def _fill_local(line: CommandLine, set_here: _Setter, *, have_apex: bool) -> None:
+    if (
+        "transformer_impl" in line.explicit
+        and line.args.transformer_impl == "transformer_engine"
+    ):
+        raise ConfigError(
+            "--transformer-impl transformer_engine needs a GPU and Transformer Engine, and one of "
+            "them is missing here. Install it with pip install 'megatron-switch[te]', or leave the "
+            "flag out to use plain torch modules."
+        )
+    set_here("transformer_impl", "local", "--transformer-impl local")
+    set_here("apply_rope_fusion", False, "--no-rope-fusion")
+    set_here("masked_softmax_fusion", False, "--no-masked-softmax-fusion")
+    if not have_apex:
+        set_here("gradient_accumulation_fusion", False, "--no-gradient-accumulation-fusion")
+        set_here("no_persist_layer_norm", True, "--no-persist-layer-norm")
+    if line.args.distributed_backend == "gloo":  # these three are compiled by torch's Inductor
+        set_here("bias_gelu_fusion", False, "--no-bias-gelu-fusion")
+        set_here("bias_swiglu_fusion", False, "--no-bias-swiglu-fusion")
+        set_here("bias_dropout_fusion", False, "--no-bias-dropout-fusion")

@@ -1,0 +1,158 @@
+"""One record per iteration, as JSON lines, fed by what Megatron writes to TensorBoard.
+
+Megatron's loop has no seam for per-iteration values except its TensorBoard writer: loss, gradient
+norm and learning rate pass through ``add_scalar`` on the last rank, each iteration. A
+:class:`StepWriter` sits in that slot, forwards everything to the real writer, and joins what it
+sees with the routing report of the same iteration.
+
+A run that resumes at iteration N drops the records from N on that an interrupted run had written
+already, so that every iteration stands in the file once.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_switch.atomic import renamed_into_place
+from megatron_switch.moe.statistics import RoutingReport
+
+SCHEMA = "megatron-switch.metrics/1"
+_NAMES = {"lm loss": "lm_loss", "grad-norm": "grad_norm", "learning-rate": "learning_rate"}
+_VALIDATION_LOSS = "lm loss validation"
+
+
+class MetricsFile:
+    """JSON-lines file that is appended to, one complete line at a time.
+
+    Args:
+        path: File to write; created with its folder when the first record comes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._started = False
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record; ``schema`` and ``iteration`` come first."""
+        if not self._started:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._drop_from(record["iteration"])
+            self._started = True
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"schema": SCHEMA, **record}) + "\n")
+
+    def _drop_from(self, iteration: int) -> None:
+        if not self._path.exists():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _iteration_of(line) < iteration]
+        if len(kept) < len(lines):
+            with renamed_into_place(self._path) as file:
+                file.writelines(line + "\n" for line in kept)
+
+
+class StepWriter:
+    """Stands in Megatron's TensorBoard slot on the last rank.
+
+    Args:
+        tensorboard: The real writer, or None without ``--tensorboard-dir``.
+        metrics: Where records go, or None without a metrics file.
+        tokens_per_iteration: Tokens of a global batch, for throughput.
+        array_interval: Iterations between records with per-layer and per-expert arrays.
+    """
+
+    def __init__(
+        self,
+        tensorboard: Any,
+        metrics: MetricsFile | None,
+        *,
+        tokens_per_iteration: int,
+        array_interval: int,
+    ) -> None:
+        self._tensorboard = tensorboard
+        self._metrics = metrics
+        self._tokens = tokens_per_iteration
+        self._array_interval = array_interval
+        self._record: dict[str, Any] = {}
+        self._validation_loss: float | None = None
+        self._last_time = time.perf_counter()
+
+    def add_scalar(self, tag: str, value: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        """Forward to TensorBoard, and keep what belongs into the iteration's record."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar(tag, value, step, *args, **kwargs)
+        if tag in _NAMES:
+            if self._record.get("iteration") != step:
+                self.finish_iteration()
+                self._record = {"iteration": step}
+            self._record[_NAMES[tag]] = float(value)
+        elif tag == _VALIDATION_LOSS:
+            self._validation_loss = float(value)
+
+    def add_routing(self, report: RoutingReport, iteration: int) -> None:
+        """Complete the record of an iteration with its routing."""
+        record = self._record
+        record.update(_routing_scalars(report))
+        if iteration % self._array_interval == 0:
+            record.update(_routing_arrays(report))
+        self.finish_iteration()
+
+    def finish_iteration(self) -> None:
+        """Write the record under way, if there is one."""
+        record, self._record = self._record, {}
+        if not record or self._metrics is None:
+            return
+        now = time.perf_counter()
+        record["tokens_per_second"] = self._tokens / (now - self._last_time)
+        self._last_time = now
+        self._metrics.write({"iteration": record.pop("iteration"), "kind": "train", **record})
+
+    def add_evaluation(self, report: RoutingReport | None, split: str, iteration: int) -> None:
+        """Write an evaluation's record: its loss, and how its tokens were routed."""
+        self.finish_iteration()
+        record: dict[str, Any] = {"iteration": iteration, "kind": split}
+        record["lm_loss"] = self._validation_loss
+        if report is not None:
+            scalars = {
+                name: value
+                for name, value in _routing_scalars(report).items()
+                if not name.endswith("loss")
+            }
+            record.update(scalars)
+            if self._tensorboard is not None:
+                for name, value in scalars.items():
+                    self._tensorboard.add_scalar(f"{name} {split}", value, iteration)
+        if self._metrics is not None:
+            self._metrics.write(record)
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer every other method as TensorBoard's writer would; do nothing without one."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _ignore if self._tensorboard is None else getattr(self._tensorboard, name)
+
+
+def _routing_scalars(report: RoutingReport) -> dict[str, float]:
+    scalars = report.scalars()
+    return {"dropped_fraction" if name == "dropped" else name: v for name, v in scalars.items()}
+
+
+def _routing_arrays(report: RoutingReport) -> dict[str, Any]:
+    arrays: dict[str, Any] = {"layers": list(report.layer_numbers)}
+    arrays |= {f"{name}_by_layer": values for name, values in report.per_layer().items()}
+    arrays["expert_load"] = report.load_LE.tolist()
+    return arrays
+
+
+def _iteration_of(line: str) -> int:
+    """Return the iteration of a line; a torn last line counts as the newest."""
+    try:
+        iteration: int = json.loads(line)["iteration"]
+    except (ValueError, KeyError):
+        return 2**62
+    return iteration
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Take the place of a TensorBoard method where there is no TensorBoard."""

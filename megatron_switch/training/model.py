@@ -1,0 +1,56 @@
+"""From Megatron's arguments to a model configuration that builds a Switch GPT."""
+
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from megatron.core.transformer import TransformerConfig
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+)
+
+from megatron_switch.config import SwitchConfig
+from megatron_switch.models.gpt import switch_gpt_layer_spec
+from megatron_switch.moe.spec import switch_mlp_spec
+
+
+def model_config(args: Namespace, switch: SwitchConfig) -> Any:
+    """Return Megatron's ``GPTModelConfig`` with Switch layers where the pattern says so.
+
+    Args:
+        args: Validated arguments.
+        switch: Switch settings, resolved.
+    """
+    transformer: TransformerConfig = core_transformer_config_from_args(args)
+    config = gpt_config_from_args(args, transformer)
+    config.transformer_layer_spec = partial(
+        switch_gpt_layer_spec, switch_mlp_spec=switch_mlp_spec(switch, seed=args.seed)
+    )
+    return config
+
+
+def resolve_dispatch(switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> SwitchConfig:
+    """Return the settings with ``dispatch`` decided.
+
+    Packed costs a host synchronisation and sends less: right where the host is the device, and
+    where a capacity group spans micro-batches. Padded has static shapes.
+    """
+    if switch.dispatch != "auto":
+        return switch
+    packed = device == "cpu" or switch.capacity_group == "ep"
+    return replace(switch, dispatch="packed" if packed else "padded")
+
+
+def sparse_layers(args: Namespace) -> tuple[int, ...]:
+    """Return the 1-based numbers of the layers with experts."""
+    if not args.num_experts:
+        return ()
+    frequency = args.moe_layer_freq
+    pattern = (
+        frequency
+        if isinstance(frequency, list)
+        else [int(layer % frequency == 0) for layer in range(args.num_layers)]
+    )
+    return tuple(layer + 1 for layer, is_sparse in enumerate(pattern) if is_sparse)

@@ -1,0 +1,190 @@
+"""One folder holds everything of a run, and says how to go on with it.
+
+    checkpoints/      Megatron's checkpoints            metrics.jsonl   one line an iteration
+    tensorboard/      TensorBoard events                ranks.csv       where each rank stands
+    log/              everything Megatron printed       run.json        what this run is
+                                                        resume.sh       continues it
+
+A folder belongs to one run: what the run is made of (data, seed, model) is compared with the
+``run.json`` found there, and a folder of another run, or of something else, is refused. Layout,
+schedule and logging may change from start to start; what a checkpoint permits is checked when it is
+loaded.
+"""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_switch import __version__
+from megatron_switch.atomic import renamed_into_place
+from megatron_switch.errors import ConfigError
+
+SCHEMA = "megatron-switch.run/1"
+COMMAND_VARIABLE = "MEGATRON_SWITCH_COMMAND"
+"""Environment variable in which a launcher leaves its own command line for ``resume.sh``."""
+
+_IDENTITY = (
+    "seed",
+    "data_path",
+    "mock_data",
+    "tokenizer_type",
+    "tokenizer_model",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_experts",
+    "seq_length",
+)
+_OWN_NAMES = frozenset({"checkpoints", "tensorboard", "log", "metrics.jsonl", "ranks.csv"})
+_PACKAGES = ("megatron-core", "torch", "transformer-engine", "apex", "triton", "numpy")
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: The folder; created where it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "log"
+        self.rank_table = path / "ranks.csv"
+        self._run = path / "run.json"
+        self._resume = path / "resume.sh"
+
+    def claim(self, args: Namespace) -> None:
+        """Make sure that the folder is this run's, or nobody's yet.
+
+        Raises:
+            ConfigError: It holds another run, or files that no run of ours writes.
+        """
+        if self._run.exists():
+            self._compare(args)
+            return
+        strangers = []
+        if self.path.exists():
+            strangers = sorted(p.name for p in self.path.iterdir() if p.name not in _OWN_NAMES)
+        if strangers:
+            raise ConfigError(
+                f"--switch-run-dir {self.path} is not empty and holds no run.json: it has "
+                f"{', '.join(strangers[:5])}. Give a new folder, or that of a run to continue."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def describe(self, args: Namespace, argv: list[str], device: str) -> None:
+        """Write ``run.json`` and ``resume.sh``."""
+        command = os.environ.get(COMMAND_VARIABLE) or shlex.join(_this_command(argv))
+        record = {
+            "schema": SCHEMA,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "identity": _identity(args),
+            "seed": args.seed,
+            "device": device,
+            "versions": _versions(),
+            "git_commit": _git_commit(),
+            "hardware": _hardware(device),
+            "flags": {name: _plain(value) for name, value in sorted(vars(args).items())},
+        }
+        with renamed_into_place(self._run) as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+        with renamed_into_place(self._resume) as file:
+            file.write(_RESUME.format(folder=shlex.quote(os.getcwd()), command=command))
+        self._resume.chmod(0o755)
+
+    def _compare(self, args: Namespace) -> None:
+        try:
+            found = json.loads(self._run.read_text(encoding="utf-8"))["identity"]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{self._run} cannot be read as the record of a run ({error!r}). Give another "
+                "--switch-run-dir."
+            ) from error
+        wanted = json.loads(json.dumps(_identity(args)))
+        lines = [
+            f"\n  --{name.replace('_', '-')}: {found.get(name)} there, {value} now"
+            for name, value in wanted.items()
+            if found.get(name) != value
+        ]
+        if lines:
+            raise ConfigError(
+                f"--switch-run-dir {self.path} belongs to another run:{''.join(lines)}\n"
+                "Give another folder, or that run's own flags (its resume.sh has them)."
+            )
+
+
+_RESUME = """\
+#!/usr/bin/env bash
+# Continues this run from its newest checkpoint. More flags may follow.
+set -eu
+cd {folder}
+exec {command} "$@"
+"""
+
+
+def _identity(args: Namespace) -> dict[str, Any]:
+    return {name: _plain(getattr(args, name)) for name in _IDENTITY}
+
+
+def _this_command(argv: list[str]) -> list[str]:
+    """Return how this process would be started again."""
+    train = [sys.executable, "-m", "megatron_switch", "train"]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={local}"]
+        torchrun.append(f"--nnodes={ranks // local}")
+        train = [sys.executable, *torchrun, "-m", "megatron_switch", "train"]
+    return [*train, *argv]
+
+
+def _versions() -> dict[str, str]:
+    found = {"megatron-switch": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # optional, or renamed inside a vendor container
+    return found
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the checkout this package runs from; None for an installed wheel."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _hardware(device: str) -> dict[str, Any]:
+    hardware: dict[str, Any] = {"machine": platform.machine(), "cpus": os.cpu_count()}
+    if device == "cuda":
+        hardware["gpu"] = torch.cuda.get_device_name()
+        hardware["gpus"] = torch.cuda.device_count()
+    return hardware
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold: containers and scalars as they are, anything else as text."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,28 @@
+"""What holds for every test: one thread, the same seed, no network, and the slow ones last."""
+
+import os
+
+# Before torch is imported, here or in a process that a test starts: tests run side by side, and
+# two threads on two busy cores are slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+SLOW_MARKERS = ("slow", "torchrun")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests that take long behind all others, so that a plain mistake shows in seconds."""
+    items.sort(key=lambda item: any(item.get_closest_marker(name) for name in SLOW_MARKERS))
+
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1234)
+    # What a launcher sets must not leak in from the shell that runs the tests (a SLURM job).
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+            monkeypatch.delenv(name)

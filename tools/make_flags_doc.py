@@ -1,0 +1,112 @@
+"""Write ``docs/flags.md`` from the code: our flags, the recipes, and what becomes of Megatron's.
+
+Run it after a flag, a recipe or a class of :mod:`megatron_switch.training.flag_classes` changed; a
+test compares the page with what this program would write.
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_switch.recipes import RECIPES
+from megatron_switch.training.arguments import SWITCH_DEFAULTS, add_switch_arguments
+from megatron_switch.training.flag_classes import FLAGS, FlagClass, fixed_defaults
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+
+TEXT = """\
+# Flags
+
+Written by `python tools/make_flags_doc.py`; do not edit.
+
+`megatron-switch train` takes every flag of Megatron-Core 0.19.2, and those of the first table. A flag
+on the command line wins over `--switch-model`, which wins over `--switch-recipe`.
+
+## Flags of megatron-switch
+
+{switch}
+
+## What a recipe sets
+
+Defaults only: a flag that is given wins. `none` leaves the flag unset.
+
+{recipes}
+
+## Other defaults of Megatron's flags
+
+{defaults}
+
+Defaults that follow from the device and from what is installed (Transformer Engine, Apex) are
+reported in one line when training starts.
+
+## Megatron's flags for mixtures of experts
+
+*honoured*: means what it means in Megatron, or what its note says. *fixed*: only the value shown is
+accepted, and it is the default. *refused*: an error when set. *harmless*: tunes something that a
+Switch layer does not have; accepted with a warning. None of this holds for a dense model, that is,
+without `--num-experts`.
+
+{megatron}
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    return TEXT.format(
+        switch=_table(("flag", "values", "default", "meaning"), _switch_rows()),
+        recipes=_table(("flag", *RECIPES), _recipe_rows()),
+        defaults=_table(("flag", "default"), _default_rows()),
+        megatron=_table(("flag", "with Switch", "note"), _megatron_rows()),
+    )
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _switch_rows() -> Iterable[tuple[str, ...]]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_switch_arguments(parser)
+    for action in parser._actions:
+        kind = getattr(action.type, "__name__", "text")
+        values = [str(choice) for choice in action.choices or ()]
+        shown = ", ".join(values) or {"int": "integer", "float": "number"}.get(kind, "text")
+        yield f"`{action.option_strings[0]}`", shown, _value(action.default), action.help or ""
+
+
+def _recipe_rows() -> Iterable[tuple[str, ...]]:
+    for name in next(iter(RECIPES.values())):
+        values = [_value(recipe[name]) for recipe in RECIPES.values()]
+        yield f"`{_flag(name)}`", *values
+
+
+def _default_rows() -> Iterable[tuple[str, ...]]:
+    for name, value in SWITCH_DEFAULTS.items():
+        if name not in fixed_defaults():  # those stand in the last table
+            yield f"`{_flag(name)}`", _value(value)
+
+
+def _megatron_rows() -> Iterable[tuple[str, ...]]:
+    for flag, rule in FLAGS.items():
+        yield f"`{flag}`", _class(rule), rule.reason
+
+
+def _class(rule: FlagClass) -> str:
+    values = "" if rule.kind == "refused" else " or ".join(_value(v) for v in rule.accepted)
+    return f"{rule.kind}: {values}" if values else rule.kind
+
+
+def _flag(attribute: str) -> str:
+    return "--" + attribute.replace("_", "-")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
