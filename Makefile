@@ -88,8 +88,12 @@ active-environment:
 else
 
 $(READY): | $(VENV)/bin/python
-	@echo "Filling $(VENV): about 3 GB to download and 6 GB on disk, nearly all of it torch with"
-	@echo "CUDA. This happens once."
+	@if ls $(VENV)/.filled-* >/dev/null 2>&1; then \
+		echo "Requirements have changed: updating $(VENV)."; \
+	else \
+		echo "Filling $(VENV), once: about 3 GB to download and 6 GB on disk, nearly all of it"; \
+		echo "torch with CUDA."; \
+	fi
 	@$(PY) -m pip install --no-input --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[test,dev]'
 	@rm -f $(VENV)/.filled-*

@@ -19,8 +19,8 @@ TEXT = """\
 
 Written by `python tools/make_flags_doc.py`; do not edit.
 
-`megatron-switch train` takes every flag of Megatron-Core 0.19.2, and those of the first table. A flag
-on the command line wins over `--switch-model`, which wins over `--switch-recipe`.
+`megatron-switch train` takes every flag of Megatron-Core 0.19.2, and those of the first table. A
+flag on the command line wins over `--switch-model`, which wins over `--switch-recipe`.
 
 ## Flags of megatron-switch
 

@@ -2,7 +2,8 @@
 
 The order is the order of the documents in the result, and so decides what Megatron's ``--split``
 puts into training, validation and test: inputs in the order in which they were given, files of a
-folder sorted by name, level by level. A file that is reached twice counts once, where it came first.
+folder sorted by name, level by level. A file that is reached twice counts once, where it came
+first.
 
 In a folder, names that say no known format are passed over, and so is all that starts with a dot.
 An empty file in a folder is left out and counted, as there is nothing in it to lose; an empty file

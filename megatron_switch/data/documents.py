@@ -235,6 +235,7 @@ def _lines(part: Part, how: Reading, losses: Losses) -> Iterator[Document]:
 
 
 def _text_of_line(line: bytes, how: Reading) -> str:
+    line = line.rstrip(b"\r\n")
     if fault := text_fault(line):
         raise _BadPieceError(f"the line {fault}")
     try:

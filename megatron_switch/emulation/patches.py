@@ -21,8 +21,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from megatron_switch.emulation.collectives import (
+    gathering_unequal_sizes,
+    scattering_unequal_sizes,
+    with_sizes_as_lists,
+)
 from megatron_switch.emulation.device import CudaOnCpu, Device, Event, RandomStreams, Stream
 from megatron_switch.patching import Patch, applied
 
@@ -114,11 +118,20 @@ def torch_patches(device: Device, streams: RandomStreams, mode: CudaOnCpu) -> tu
         ),
         Patch("torch:default_generator", host, streams.host),
         Patch("torch.random:default_generator", host, streams.host),
-        Patch("torch.nn:Module.cuda", "modules are built where they run", _module_cuda),
         Patch(
             "torch.distributed:all_to_all_single",
             "gloo takes split sizes as lists only",
-            wrapper=_split_sizes_as_lists,
+            wrapper=with_sizes_as_lists,
+        ),
+        Patch(
+            "torch.distributed:all_gather",
+            "gloo refuses unequal sizes",
+            wrapper=gathering_unequal_sizes,
+        ),
+        Patch(
+            "torch.distributed:reduce_scatter",
+            "gloo refuses unequal sizes",
+            wrapper=scattering_unequal_sizes,
         ),
         Patch(
             "torch.autograd:_engine_run_backward",
@@ -158,28 +171,6 @@ def megatron_patches() -> tuple[Patch, ...]:
             sha256=("fe3ec3dcf2af9e1b941620974e849ce16a2fe18113f04429d90e86da582478ca",),
         ),
     )
-
-
-def _module_cuda(self: torch.nn.Module, device: object = None) -> torch.nn.Module:
-    return self
-
-
-def _split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    def all_to_all_single(
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        sizes = [
-            each.tolist() if isinstance(each, Tensor) else each
-            for each in (output_split_sizes, input_split_sizes)
-        ]
-        return original(output, input, *sizes, group, async_op)
-
-    return all_to_all_single
 
 
 def _with_mode(mode: CudaOnCpu, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -134,7 +134,7 @@ class Layout(Sizes):
         super().__init__(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vp=vp, order=order)
         broken = broken_grid_rule(self)
         if broken:
-            raise layout_error(broken, self, lambda sizes: broken_grid_rule(sizes) is None)
+            raise layout_error([broken], self, lambda sizes: broken_grid_rule(sizes) is None)
 
     @classmethod
     def of(cls, sizes: Sizes) -> Self:

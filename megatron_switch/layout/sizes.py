@@ -37,6 +37,7 @@ FLAGS = {
 """The flag that sets each size. The number of ranks has none: it is what was launched."""
 
 _SUGGESTIONS = 3  # nearest legal settings shown for the given number of ranks
+_TRIED = 16  # values tried for each size, so that pairs of changes take milliseconds
 
 
 @dataclass(frozen=True, init=False)
@@ -149,25 +150,22 @@ def broken_grid_rule(sizes: Sizes) -> BrokenRule | None:
 
 
 def layout_error(
-    broken: BrokenRule, sizes: Sizes, is_legal: Callable[[Sizes], bool]
+    broken: list[BrokenRule], sizes: Sizes, is_legal: Callable[[Sizes], bool]
 ) -> LayoutError:
-    """Return the error for a broken rule: rule and values, both grids, ways out.
+    """Return the error for broken rules: each with its values and way out, grids, suggestions.
 
     Args:
-        broken: The rule.
-        sizes: The sizes that break it, all positive unless that is the rule.
+        broken: The rules, at least one.
+        sizes: The sizes that break them.
         is_legal: Whether other sizes would be accepted; decides what is suggested.
     """
-    lines = [broken.rule]
-    suggestions: list[Sizes] = []
+    lines = [f"{rule.rule} {rule.way_out}".rstrip() for rule in broken]
     if _positive(sizes) is None:
         lines.append(sizes.grids())
         suggestions = nearest_legal(sizes, is_legal)
-    if broken.way_out:
-        lines.append(broken.way_out)
-    if suggestions:
-        lines.append("Nearest legal settings:")
-        lines += [f"  {describe_change(sizes, legal)}" for legal in suggestions]
+        if suggestions:
+            lines.append("Nearest legal settings:")
+            lines += [f"  {describe_change(sizes, legal)}" for legal in suggestions]
     return LayoutError("\n".join(lines))
 
 
@@ -180,18 +178,18 @@ def nearest_legal(sizes: Sizes, is_legal: Callable[[Sizes], bool]) -> list[Sizes
     next to it.
     """
     alternatives = _alternatives(sizes)
+    same_ranks: list[Sizes] = []
+    other_ranks: list[Sizes] = []
     for num_changes in (1, 2):
         found = [
-            candidate
-            for candidate in _candidates(sizes, alternatives, num_changes)
-            if is_legal(candidate)
+            legal for legal in _candidates(sizes, alternatives, num_changes) if is_legal(legal)
         ]
         found.sort(key=lambda legal: _distance(sizes, legal))
         same_ranks = [legal for legal in found if legal.world_size == sizes.world_size]
-        other_ranks = [legal for legal in found if legal.world_size != sizes.world_size]
-        if found:
-            return same_ranks[:_SUGGESTIONS] + other_ranks[:1]
-    return []
+        other_ranks = other_ranks or [legal for legal in found if legal not in same_ranks]
+        if same_ranks:
+            break
+    return same_ranks[:_SUGGESTIONS] + other_ranks[:1]
 
 
 def describe_change(asked: Sizes, legal: Sizes) -> str:
@@ -284,10 +282,13 @@ def _alternatives(sizes: Sizes) -> dict[str, list[int]]:
     choices = {name: divisors for name in ("tp", "cp", "pp", "ep", "etp")}
     choices["vp"] = list(range(1, 9)) if sizes.vp > 1 else [1]
     choices["world_size"] = [ranks for ranks in (below, below + step) if ranks > 0]
-    return {
-        name: [value for value in values if value != getattr(sizes, name)]
-        for name, values in choices.items()
-    }
+    return {name: _others_near(getattr(sizes, name), values) for name, values in choices.items()}
+
+
+def _others_near(current: int, values: list[int]) -> list[int]:
+    """Return the values other than ``current`` that are fewest doublings away."""
+    others = [value for value in values if value != current]
+    return sorted(others, key=lambda value: abs(math.log2(value / current)))[:_TRIED]
 
 
 def _candidates(

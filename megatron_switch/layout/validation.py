@@ -2,8 +2,8 @@
 
 :func:`validate_layout` is the one entry point. It takes plain values, touches no process group
 and no GPU, and returns the :class:`~megatron_switch.layout.grid.Layout` or raises a
-:class:`~megatron_switch.errors.LayoutError` that shows both grids, the broken rule with its
-values, and the nearest settings that every rule accepts. A value that is not given is not
+:class:`~megatron_switch.errors.LayoutError` that shows every broken rule with its values and way
+out, both grids, and the nearest settings that all rules accept. A value that is not given is not
 checked.
 
 The rules are those of Megatron-Core 0.19.2 (``training/arguments.py``, ``TransformerConfig``,
@@ -14,6 +14,7 @@ vocabulary is divisible by TP without growing, so that it does not depend on the
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import (
     FLAGS,
@@ -69,21 +70,41 @@ def validate_layout(sizes: Sizes, shape: ModelShape) -> Layout:
         shape: What they have to divide.
 
     Raises:
-        LayoutError: If a rule is broken; the first one is explained.
+        LayoutError: If a rule is broken; every one is explained.
     """
-    broken = _broken_rule(sizes, shape)
+    broken = _broken_rules(sizes, shape)
     if broken:
-        raise layout_error(broken, sizes, lambda other: _broken_rule(other, shape) is None)
+        raise layout_error(broken, sizes, lambda other: not _broken_rules(other, shape))
     return Layout.of(sizes)
 
 
-def _broken_rule(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    broken = broken_grid_rule(sizes)
-    for rule in _RULES if broken is None else ():
-        broken = rule(sizes, shape)
-        if broken:
-            break
-    return broken
+def virtual_stages(num_layers: int, pp: int, layers_per_chunk: int) -> int:
+    """Return the chunks per pipeline stage for Megatron's ``--num-layers-per-virtual-...`` flag.
+
+    Args:
+        num_layers: Layers of the model.
+        pp: Pipeline stages.
+        layers_per_chunk: ``--num-layers-per-virtual-pipeline-stage``.
+
+    Raises:
+        LayoutError: If the layers are no multiple of stages x layers of a chunk.
+    """
+    step = pp * layers_per_chunk
+    if layers_per_chunk < 1 or num_layers % step:
+        allowed = _divisors(num_layers // pp) if num_layers % pp == 0 else "none"
+        raise LayoutError(
+            "Layers must be a multiple of PP x layers of a chunk, but --num-layers is "
+            f"{num_layers}, {FLAGS['pp']} {pp} and --num-layers-per-virtual-pipeline-stage "
+            f"{layers_per_chunk}. Chunks of this many layers would work: {allowed}."
+        )
+    return num_layers // step
+
+
+def _broken_rules(sizes: Sizes, shape: ModelShape) -> list[BrokenRule]:
+    no_grid = broken_grid_rule(sizes)
+    if no_grid:  # the model's rules are about DP and EDP too, which do not exist then
+        return [no_grid]
+    return [broken for rule in _RULES if (broken := rule(sizes, shape)) is not None]
 
 
 def _experts_over_ep(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:

@@ -17,8 +17,8 @@ pipelines are Megatron's. Exchanged are
       sparse layers too, where Transformer Engine fuses nothing; without that entry a
       checkpoint moves between the two specs.
 
-Upstream's sparse layers all share one spec object, so nothing is changed in place: each layer
-gets copies.
+Upstream's sparse layers all share one spec object, and so do its dense ones. What is changed
+here is copied first.
 """
 
 import functools
@@ -87,7 +87,8 @@ def switch_layer_pattern(num_layers: int) -> list[int]:
         One number for each layer, 1 where it is sparse, for ``--moe-layer-freq``.
 
     Source:
-        Switch Transformer, arXiv:2101.03961, section 2: "every other feed-forward layer".
+        Switch Transformer, arXiv:2101.03961, table 9 (expert frequency 1/2); the released
+        models make the second of each pair sparse.
     """
     if num_layers == 1:
         return [1]
@@ -113,8 +114,7 @@ def switch_gpt_layer_spec(
         pp_rank: Pipeline stage; None takes this process's from Megatron's groups.
 
     Returns:
-        One layer spec for each layer of the stage, in order; none shares a mutable object with
-        another or with Megatron.
+        One layer spec for each layer of the stage, in order.
 
     Raises:
         ConfigError: If the model has parts that this block cannot hold.
@@ -161,8 +161,10 @@ def check_supported(config: TransformerConfig) -> None:
         "--experimental-attention-variant": config.experimental_attention_variant is not None,
         "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
         "--mtp-num-layers with --num-experts": sparse and config.mtp_num_layers is not None,
-        "--use-grouped-gemm-for-dense-mlp with --num-experts": (
-            sparse and config.use_grouped_gemm_for_dense_mlp
+        # Megatron's block spec takes neither for its dense layers; experts know the second.
+        "--use-grouped-gemm-for-dense-mlp": config.use_grouped_gemm_for_dense_mlp,
+        "--use-transformer-engine-op-fuser without --num-experts": (
+            config.use_transformer_engine_op_fuser and not sparse
         ),
         "--multi-latent-attention with --transformer-impl local": (
             local and config.multi_latent_attention
@@ -187,7 +189,7 @@ def _with_switch_mlp(layer: ModuleSpec, switch_mlp_spec: MlpBuilder) -> ModuleSp
     if not is_sparse(layer):
         return layer
     parts = layer.submodules
-    key_map = {old: new for old, new in parts.sharded_state_dict_keys_map.items()}
+    key_map = dict(parts.sharded_state_dict_keys_map)
     key_map.pop(_MLP_NORM_KEY, None)  # Transformer Engine's specs have no such entry.
     parts = replace(parts, mlp=switch_mlp_spec, sharded_state_dict_keys_map=key_map)
     return replace(layer, submodules=parts)

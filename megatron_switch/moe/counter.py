@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megatron_switch.errors import ConfigError
 
-_BLOCK_ELEMENTS = 1 << 22
-"""Numbers drawn at a time: bounds the int64 scratch to two buffers of 32 MiB."""
+_BLOCK_ELEMENTS = 1 << 20
+"""Numbers drawn at a time: bounds the int64 scratch to two buffers of 8 MiB, which caches hold."""
 
 _JITTER, _DROPOUT = 1, 2
 """Last part of the keys of each purpose, so that one token's jitter and dropout are independent."""

@@ -94,9 +94,9 @@ class Dispatcher(ABC):
         """Note the groups; nothing is allocated or communicated.
 
         Args:
-            config: Holds the number of experts, and whether sequence parallelism is on.
-            pg_collection: Megatron's groups; ``ep``, ``expt_tp``, ``tp_ep``, ``tp``, ``cp`` and
-                ``tp_cp`` are used.
+            config: Megatron's transformer configuration; the number of experts is read.
+            pg_collection: Megatron's groups; ``ep``, ``expt_tp``, ``tp_ep`` and ``tp_cp`` are
+                read.
             overlap_chunks: Pieces into which :meth:`run` splits an exchange
                 (``--switch-overlap-chunks``).
             send_keys: Whether experts take random keys (expert dropout); where tokens have none,
@@ -108,6 +108,7 @@ class Dispatcher(ABC):
             expert_parallel=pg_collection.ep.size(),
             expert_tensor_parallel=pg_collection.expt_tp.size(),
         )
+        self.shards: dist.ProcessGroup = pg_collection.tp_cp
         self.overlap_chunks = overlap_chunks
         self.send_keys = send_keys
         assert self.group.size() == self.grid.peers, "tp_ep is not the product of ep and expt_tp"
@@ -250,29 +251,14 @@ class PaddedDispatcher(Dispatcher):
     (r + 1) * ceil(C / n)) of every expert and group, and outputs return by reduce-scatter.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        *,
-        overlap_chunks: int = 1,
-        send_keys: bool = True,
-    ) -> None:
-        """Note the groups, as :class:`Dispatcher` does."""
-        super().__init__(config, pg_collection, overlap_chunks=overlap_chunks, send_keys=send_keys)
-        # Without sequence parallelism all tensor ranks hold the same tokens: nothing to gather.
-        spread = config.sequence_parallel or pg_collection.tp.size() == 1
-        self.shards: dist.ProcessGroup = pg_collection.tp_cp if spread else pg_collection.cp
-
     def _plan(self, routed: RoutedTokens, num_chunks: int) -> Plan:
         routing = routed.routing
-        place_T = (
-            routing.expert_T * routed.num_groups + routed.group_T
-        ) * routed.capacity + routing.slot_T
-        place_T = torch.where(routing.kept_T, place_T, -1)
+        capacity = max(1, routed.capacity)  # one empty slot where there is room for nobody
+        block_T = routing.expert_T * routed.num_groups + routed.group_T
+        place_T = torch.where(routing.kept_T, block_T * capacity + routing.slot_T, -1)
         return padded_plan(
             gather_rows(place_T, self.shards),
-            capacity=routed.capacity,
+            capacity=capacity,
             num_groups=routed.num_groups,
             shard=self.shards.rank(),
             num_shards=self.shards.size(),

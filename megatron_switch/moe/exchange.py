@@ -117,21 +117,25 @@ class _Wire:
 
     def __init__(self, group: dist.ProcessGroup, send: list[int], receive: list[int]) -> None:
         self.group, self.send, self.receive = group, send, receive
-        self._under_way: tuple[Any, Tensor] | None = None
+        self._under_way: tuple[Any, Tensor, Tensor] | None = None
 
     def launch(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        arriving = rows.new_empty((sum(receive), *rows.shape[1:]))
+        """Start an exchange; what it returns must not be read before :meth:`land`."""
         rows = rows.contiguous()
+        arriving = rows.new_empty((sum(receive), *rows.shape[1:]))
         work = dist.all_to_all_single(
             arriving, rows, receive, send, group=self.group, async_op=True
         )
-        self._under_way = (work, rows)  # gloo reads the sent rows until the exchange has ended
+        self._under_way = (work, arriving, rows)  # the sent rows are read until the end
         return arriving
 
-    def wait(self) -> None:
+    def land(self) -> Tensor:
+        """Wait for the exchange under way and return what arrived."""
         assert self._under_way is not None, "waited for an exchange that was not started"
-        self._under_way[0].wait()
+        work, arrived, _ = self._under_way
+        work.wait()
         self._under_way = None
+        return arrived
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,8 @@ class Exchange:
     """
 
     rows: Tensor
+    """The rows themselves where there is nobody to exchange with; else a stand-in for them that
+    ties the two ends together in autograd's graph."""
     wire: _Wire | None
 
     @classmethod
@@ -174,21 +180,20 @@ class _SetOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, wire: _Wire) -> Tensor:
         ctx.wire = wire
-        return wire.launch(rows, wire.send, wire.receive)
+        wire.launch(rows, wire.send, wire.receive)
+        return rows.new_zeros(()).expand(rows.shape)  # shape of the gradient, and no memory
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.wire.wait()  # for the gradients that _Arrive.backward sent
-        return grad, None
+        return ctx.wire.land(), None  # ``grad`` itself, complete now
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, wire: _Wire) -> Tensor:
+    def forward(ctx: Any, stand_in: Tensor, wire: _Wire) -> Tensor:
         ctx.wire = wire
-        wire.wait()
-        return rows.view_as(rows)
+        return wire.land()
 
     @staticmethod
     @once_differentiable

@@ -121,7 +121,7 @@ def grouped_matmul(rows_RI: Tensor, weight_eIO: Tensor, counts: list[int]) -> Te
     """Return each row times the weight of its expert: shape (R, O). Not differentiable."""
     num_rows, width = len(rows_RI), weight_eIO.shape[2]
     if len(set(counts)) == 1:
-        batches = rows_RI.reshape(len(counts), counts[0], -1)
+        batches = rows_RI.reshape(len(counts), counts[0], rows_RI.shape[1])
         return torch.bmm(batches, weight_eIO).view(num_rows, width)
     if _has_grouped_kernel(rows_RI, width):
         return F.grouped_mm(rows_RI, weight_eIO, offs=_ends(counts, rows_RI.device))
@@ -136,8 +136,8 @@ def grouped_outer(grad_RO: Tensor, rows_RI: Tensor, counts: list[int]) -> Tensor
     """Return the sum of outer products of each expert's rows: (e, O, I). Not differentiable."""
     shape = (len(counts), grad_RO.shape[1], rows_RI.shape[1])
     if len(set(counts)) == 1:
-        batches = (len(counts), counts[0], -1)
-        return torch.bmm(grad_RO.reshape(batches).transpose(1, 2), rows_RI.reshape(batches))
+        grads = grad_RO.reshape(len(counts), counts[0], shape[1])
+        return torch.bmm(grads.transpose(1, 2), rows_RI.reshape(len(counts), counts[0], shape[2]))
     if _has_grouped_kernel(rows_RI, grad_RO.shape[1]):
         sums = F.grouped_mm(grad_RO.t(), rows_RI, offs=_ends(counts, rows_RI.device))
         for out, count in zip(sums, counts, strict=True):

@@ -122,10 +122,11 @@ def load_balancing_share(
 
     if group_T is None:
         group_T = torch.zeros(num_tokens, dtype=torch.int64, device=probs_TE.device)
+    row_T = group_T.long()
     if padding_T is not None:  # padding points at one more row, of zeros
         weight_GE = torch.cat([weight_GE, weight_GE.new_zeros(1, num_experts)])
-        group_T = group_T.masked_fill(padding_T, num_groups)
-    share: Tensor = _WeightedSum.apply(probs_TE, weight_GE, group_T)
+        row_T = row_T.masked_fill(padding_T, num_groups)
+    share: Tensor = _WeightedSum.apply(probs_TE, weight_GE, row_T)
     return share
 
 
@@ -178,11 +179,11 @@ class _WeightedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, probs_TE: Tensor, weight_GE: Tensor, group_T: Tensor) -> Tensor:
-        ctx.save_for_backward(weight_GE, group_T)
-        return (probs_TE * weight_GE[group_T]).sum()
+    def forward(ctx: Any, probs_TE: Tensor, weight_GE: Tensor, row_T: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_GE, row_T)
+        return (probs_TE * weight_GE.index_select(0, row_T)).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        weight_GE, group_T = ctx.saved_tensors
-        return grad * weight_GE[group_T], None, None
+        weight_GE, row_T = ctx.saved_tensors
+        return grad * weight_GE.index_select(0, row_T), None, None

@@ -61,7 +61,7 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
                 self._evaluation_rows = row.new_zeros(self._shape)
             self._evaluation_rows[self._row_of_layer[layer_number]] += row
 
-    def report(  # type: ignore[override]
+    def report(
         self,
         loss_scale: float,
         iteration: int,

@@ -72,6 +72,8 @@ class _Rows:
     num_chunks: int
     """Chunks of all sequences on this rank, B * K."""
     num_sequences: int
+    position_T: Tensor
+    """Place of each row in the whole micro-batch, batch-major over all shards, int64."""
     padding_T: Tensor | None
 
 
@@ -113,7 +115,9 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
             of the losses as well.
         """
         rows = self._rows(x_BSD, padding_mask)
-        key_T = self._token_keys(x_BSD) if self._needs_keys() else None
+        key_T = None
+        if self._needs_keys():  # named by their place in the whole micro-batch, on any rank
+            key_T = counter.token_keys(step_key(), self.layer_number or 0, rows.position_T)
         scores = router_probabilities(self.gating(x_BSD, key_T))
         routing, counts_GE = self._route(scores, rows)
         if not self.training or torch.is_grad_enabled():
@@ -149,6 +153,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         x_TD = x_BSD.flatten(0, 1)
         jitter_eps = self.config.moe_input_jitter_eps
         if self.training and jitter_eps:
+            assert key_T is not None, "forward makes keys wherever there is noise"
             x_TD = counter.jitter(x_TD.float(), key_T, jitter_eps)
         logits_TE: Tensor = router_gating_linear(x_TD, self.weight, None, torch.float32)
         if self.config.moe_router_force_load_balancing:
@@ -179,6 +184,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         shards = self._shards(length)
         rank = self._rank_in_shards()
         chunk_S = shards.chunk_of_position(rank).to(x_BSD.device)
+        position_S = shards.positions(rank).to(x_BSD.device)
         sequence_B1 = torch.arange(num_sequences, device=x_BSD.device).unsqueeze(1)
         sequence_T = sequence_B1.expand(-1, length).reshape(-1)
         by_sequence = self.switch.capacity_group == "sequence"
@@ -188,12 +194,11 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
             chunk_T=(sequence_B1 * shards.num_chunks + chunk_S).reshape(-1),
             num_chunks=num_sequences * shards.num_chunks,
             num_sequences=num_sequences,
+            position_T=(sequence_B1 * length * self.tp_cp_group.size() + position_S).reshape(-1),
             padding_T=None if padding_mask is None else padding_mask.flatten(),
         )
 
-    def _route(
-        self, scores: RouterProbabilities, rows: _Rows
-    ) -> tuple[SwitchRouting, Tensor]:
+    def _route(self, scores: RouterProbabilities, rows: _Rows) -> tuple[SwitchRouting, Tensor]:
         """Return the routing, and all ranks' tokens per (loss group, expert)."""
         num_ranks = self._capacity_ranks.size()
         num_tokens = scores.probs_TE.shape[0]
@@ -266,19 +271,21 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         real_T = routing.slot_T >= 0
         local = (routing.expert_T, rows.group_T, real_T.long(), routing.gate_T.detach())
         expert, group, real, gate = (_gathered(part, ranks) for part in local)
-        slots = assign_slots(
-            expert,
+        # Equal gates go to the earlier token, so rows must stand in the order of the whole group.
+        micro_batch = ranks.rank() // self.tp_cp_group.size()
+        whole_length = routing.slot_T.numel() * self.tp_cp_group.size()
+        place = _gathered(rows.position_T + micro_batch * whole_length, ranks).argsort()
+        slot_in_order = assign_slots(
+            expert[place],
             num_experts=self.num_experts,
-            group_T=group,
-            padding_T=real == 0,
-            gate_T=gate,
+            group_T=group[place],
+            padding_T=real[place] == 0,
+            gate_T=gate[place],
         )
+        slots = torch.empty_like(slot_in_order).scatter_(0, place, slot_in_order)
         slot_T = slots.view(ranks.size(), -1)[ranks.rank()]
         return replace(
-            routing,
-            slot_T=slot_T,
-            kept_T=real_T & (slot_T < capacity),
-            capacity=capacity,
+            routing, slot_T=slot_T, kept_T=real_T & (slot_T < capacity), capacity=capacity
         )
 
     def _account(
@@ -319,16 +326,6 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
     def _needs_keys(self) -> bool:
         noise = self.config.moe_input_jitter_eps or self.switch.expert_dropout
         return bool(self.training and noise)
-
-    def _token_keys(self, x_BSD: Tensor) -> Tensor:
-        """Return keys that name each token by its place in the whole micro-batch."""
-        num_sequences, length = x_BSD.shape[:2]
-        shards = self._shards(length)
-        whole_length = length * self.tp_cp_group.size()
-        position_S = shards.positions(self._rank_in_shards()).to(x_BSD.device)
-        sequence_B1 = torch.arange(num_sequences, device=x_BSD.device).unsqueeze(1)
-        position_T = (sequence_B1 * whole_length + position_S).reshape(-1)
-        return counter.token_keys(step_key(), self.layer_number or 0, position_T)
 
     def _shards(self, local_length: int) -> SequenceShards:
         return _shards_of(local_length, self.tp_group.size(), self.cp_group.size())

@@ -320,7 +320,9 @@ class _SoftmaxAndNormaliser(torch.autograd.Function):
     def forward(ctx: Any, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         probs_TE = logits_TE.softmax(dim=1)
         ctx.save_for_backward(probs_TE)
-        return probs_TE, logits_TE.logsumexp(dim=1)
+        # The largest probability is exp(largest logit - logsumexp): maxima are cheaper than exp.
+        logsumexp_T = logits_TE.amax(dim=1) - probs_TE.amax(dim=1).log()
+        return probs_TE, logsumexp_T
 
     @staticmethod
     def backward(ctx: Any, grad_probs_TE: Tensor, grad_logsumexp_T: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ class RoutingReport:
             layer_numbers: 1-based number of each row's layer.
             num_microbatches: Micro-batches in the sums, over all data-parallel replicas.
         """
-        losses, counts, ladder, load = rows.split(
-            [_LOSS_COLUMNS, _COUNT_COLUMNS, len(LADDER), rows.shape[1] - _LOAD_START], dim=1
+        losses, counts, ladder, load = torch.split(
+            rows, [_LOSS_COLUMNS, _COUNT_COLUMNS, len(LADDER), rows.shape[1] - _LOAD_START], dim=1
         )
         tokens = counts[:, 0].clamp(min=1.0)
         return cls(

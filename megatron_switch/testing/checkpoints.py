@@ -115,7 +115,10 @@ def save_checkpoint(
         dcp.save(
             state,
             storage_writer=dcp.FileSystemWriter(target),
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+            planner=dcp.DefaultSavePlanner(
+                flatten_state_dict=False,
+                flatten_sharded_tensors=False,  # it would lose empty dictionaries and lists
+            ),
             no_dist=True,
         )
     description = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

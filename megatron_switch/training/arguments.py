@@ -22,13 +22,11 @@ from megatron.training.arguments import parse_args
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.recipes import RECIPES
+from megatron_switch.training.flag_classes import fixed_defaults
 
 SWITCH_DEFAULTS: Mapping[str, object] = {
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "moe_router_dtype": "fp32",
+    **fixed_defaults(),
     "moe_router_load_balancing_type": "aux_loss",
-    "moe_token_dispatcher_type": "alltoall",
     "dist_ckpt_optim_fully_reshardable": True,
     "exit_signal_handler": True,
     "create_attention_mask_in_dataloader": False,

@@ -65,10 +65,13 @@ def datasets_provider(num_samples: list[int]) -> Any:
     ).build()
 
 
+# The builder meets all ranks at a barrier, so Megatron must call it on every rank.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
 def _reads_data() -> bool:
-    reads: bool = (
-        parallel_state.get_tensor_model_parallel_rank() == 0
-        and (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage())
+    reads: bool = parallel_state.get_tensor_model_parallel_rank() == 0 and (
+        parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     )
     return reads
 
@@ -86,6 +89,7 @@ class ForwardStep:
         self._keyed = keyed
         self._iteration = -1
         self._calls: dict[int | None, int] = {}
+        self._evaluation_iterators: list[Any] = []
 
     def __call__(
         self, data_iterator: Iterator[Any], model: torch.nn.Module
@@ -96,6 +100,8 @@ class ForwardStep:
             The chunk's output, and the function that turns the last stage's into a loss.
         """
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        if not model.training:
+            self._note_evaluation(data_iterator)
         batch = _read_batch(data_iterator, vp_stage, training=model.training)
         if self._keyed and model.training:
             set_step_key(self._micro_batch_key(vp_stage))
@@ -107,6 +113,21 @@ class ForwardStep:
             loss_mask=batch["loss_mask"],
         )
         return output, partial(masked_loss, batch["loss_mask"])
+
+    def evaluated_split(self) -> int:
+        """Return what the last evaluation read: 0 the validation data, 1 the test data.
+
+        Megatron names the split only in a text. It reads validation data first whenever there are
+        any, and each split has one iterator for good. Ranks that read no data answer 0.
+        """
+        if not self._evaluation_iterators:
+            return 0
+        return 1 if len(self._evaluation_iterators) > 1 or not get_args().do_valid else 0
+
+    def _note_evaluation(self, data_iterator: Any) -> None:
+        known = any(data_iterator is seen for seen in self._evaluation_iterators)
+        if data_iterator is not None and not known:
+            self._evaluation_iterators.append(data_iterator)
 
     def _micro_batch_key(self, vp_stage: int | None) -> int:
         """Hash what names this micro-batch in the run, in any layout.
@@ -179,4 +200,3 @@ def _read_batch(
         batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
     )
     return {key: batch.get(key) for key in _KEYS}
-

@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any, TextIO
 
 _SHOWN = re.compile(
-    r"^\s*(\[[^\]]*\]\s+iteration\s|validation\S* loss at|saving checkpoint|successfully saved|"
-    r"loading (distributed )?checkpoint|successfully loaded|could not find .* checkpoint|"
-    r"exiting program|\[exiting program)",
+    r"^\s*(\[[^\]]*\]\s+iteration\s|validation\S* loss at|(validation|test) routing at|"
+    r"saving checkpoint|successfully saved|loading (distributed )?checkpoint|successfully loaded|"
+    r"could not find .* checkpoint|exiting program|\[exiting program)",
 )
 
 
@@ -48,9 +48,10 @@ class Console:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Console":
+        """Take over standard output, warnings and log records."""
         log = self._stack.enter_context(self.log_path.open("a", encoding="utf-8", buffering=1))
         self._screen = sys.stdout
-        self._stack.enter_context(redirect_stdout(_Splitter(self._screen, log)))  # type: ignore[type-var]
+        self._stack.enter_context(redirect_stdout(_Splitter(self._screen, log)))
         self._quiet_warnings(log)
         return self
 
@@ -60,6 +61,7 @@ class Console:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Give everything back; keep a temporary log only if the run failed."""
         self._stack.close()
         if not self._temporary:
             return
@@ -77,10 +79,12 @@ class Console:
         """Send warnings and library log records to the log; they are not errors."""
         saved = warnings.showwarning
 
-        def to_log(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        def to_log(
+            message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any
+        ) -> None:
             log.write(warnings.formatwarning(message, category, filename, lineno))
 
-        warnings.showwarning = to_log
+        warnings.showwarning = to_log  # type: ignore[assignment]
         self._stack.callback(setattr, warnings, "showwarning", saved)
 
         root = logging.getLogger()

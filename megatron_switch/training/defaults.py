@@ -1,9 +1,9 @@
 """Defaults that follow from other flags, from the device and from what is installed.
 
-Megatron's own defaults assume Transformer Engine, Apex and NCCL. Each rule here turns one of them to
-what works where they are absent, only if the user did not say otherwise; a flag that the user did
-set and that cannot hold is a :class:`ConfigError`. What was changed is returned, to be reported in
-one line.
+Megatron's own defaults assume Transformer Engine, Apex and NCCL. Each rule here turns one of them
+to what works where they are absent, only if the user did not say otherwise; a flag that the user
+did set and that cannot hold is a :class:`ConfigError`. What was changed is returned, to be reported
+in one line.
 """
 
 from argparse import Namespace
@@ -110,10 +110,7 @@ _NOT_ON_CPU = {
 
 
 def _fill_local(line: CommandLine, set_here: _Setter, *, have_apex: bool) -> None:
-    if (
-        "transformer_impl" in line.explicit
-        and line.args.transformer_impl == "transformer_engine"
-    ):
+    if "transformer_impl" in line.explicit and line.args.transformer_impl == "transformer_engine":
         raise ConfigError(
             "--transformer-impl transformer_engine needs a GPU and Transformer Engine, and one of "
             "them is missing here. Install it with pip install 'megatron-switch[te]', or leave the "

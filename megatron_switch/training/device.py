@@ -90,4 +90,3 @@ def choose_device(
             "takes the CPU only for a job on one host. Say --switch-device cpu if CPUs are meant."
         )
     return "cpu"
-

@@ -12,6 +12,7 @@ from megatron.training.argument_utils import (
 )
 
 from megatron_switch.config import SwitchConfig
+from megatron_switch.errors import ConfigError
 from megatron_switch.models.gpt import switch_gpt_layer_spec
 from megatron_switch.moe.spec import switch_mlp_spec
 
@@ -31,16 +32,39 @@ def model_config(args: Namespace, switch: SwitchConfig) -> Any:
     return config
 
 
-def resolve_dispatch(switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> SwitchConfig:
+def resolve_dispatch(
+    args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]
+) -> SwitchConfig:
     """Return the settings with ``dispatch`` decided.
 
-    Packed costs a host synchronisation and sends less: right where the host is the device, and
-    where a capacity group spans micro-batches. Padded has static shapes.
+    Packed costs a host synchronisation and sends less: right where the host is the device, where a
+    capacity group spans micro-batches, and where no capacity bounds the slots. Padded has static
+    shapes.
+
+    Raises:
+        ConfigError: ``padded`` is asked for where slots are not bounded by one micro-batch.
     """
-    if switch.dispatch != "auto":
-        return switch
-    packed = device == "cpu" or switch.capacity_group == "ep"
-    return replace(switch, dispatch="packed" if packed else "padded")
+    if args.moe_pad_expert_input_to_capacity and switch.dispatch == "auto":
+        switch = replace(switch, dispatch="padded")
+    factors = (args.moe_expert_capacity_factor, switch.eval_capacity_factor)
+    dropless = switch.capacity is None and any(f is None or f < 0 for f in factors)
+    spans = switch.capacity_group == "ep"
+    if switch.dispatch == "auto":
+        packed = device == "cpu" or spans or dropless
+        return replace(switch, dispatch="packed" if packed else "padded")
+    if switch.dispatch == "padded" and dropless and args.num_experts:
+        raise ConfigError(
+            "Padded dispatch makes room for every slot, so it needs a capacity: got "
+            f"--moe-expert-capacity-factor {factors[0]} and --switch-eval-capacity-factor "
+            f"{factors[1]}, where negative means no token is dropped. Use --switch-dispatch "
+            "packed, or positive factors."
+        )
+    if switch.dispatch == "padded" and spans and args.num_experts:
+        raise ConfigError(
+            "--switch-capacity-group ep counts slots over micro-batches of several ranks, which "
+            "padded dispatch cannot hold in buffers of one. Use --switch-dispatch packed."
+        )
+    return switch
 
 
 def sparse_layers(args: Namespace) -> tuple[int, ...]:

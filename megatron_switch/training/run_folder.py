@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Collection
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch
 
 from megatron_switch import __version__
 from megatron_switch.atomic import renamed_into_place
+from megatron_switch.checkpoint.files import has_checkpoint
 from megatron_switch.errors import ConfigError
 
 SCHEMA = "megatron-switch.run/1"
@@ -66,6 +68,26 @@ class RunFolder:
         self.rank_table = path / "ranks.csv"
         self._run = path / "run.json"
         self._resume = path / "resume.sh"
+
+    def apply(self, args: Namespace, explicit: Collection[str]) -> None:
+        """Point the flags that were not given at this folder.
+
+        A checkpoint found in the folder is loaded, so that the same command starts and continues.
+
+        Args:
+            args: Parsed arguments, changed in place.
+            explicit: Attributes whose flag stood on the command line.
+        """
+        places = {
+            "save": str(self.checkpoints),
+            "tensorboard_dir": str(self.tensorboard),
+            "switch_metrics_file": str(self.metrics),
+        }
+        if has_checkpoint(self.checkpoints):
+            places["load"] = str(self.checkpoints)
+        for name, place in places.items():
+            if name not in explicit:
+                setattr(args, name, place)
 
     def claim(self, args: Namespace) -> None:
         """Make sure that the folder is this run's, or nobody's yet.

@@ -4,9 +4,7 @@ The model, data and loop are those of the emulation's own harness. Added here: t
 under test, and the mark that our experts carry from construction in every layout.
 """
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from emulation import stock_pretrain

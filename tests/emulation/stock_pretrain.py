@@ -27,7 +27,7 @@ BASE_FLAGS = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
     --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 3
     --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
-    --make-vocab-size-divisible-by 256 --eval-iters 0 --eval-interval 100 --log-interval 1
+    --padded-vocab-size 256 --eval-iters 0 --eval-interval 100 --log-interval 1
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
     --hidden-dropout 0 --attention-dropout 0
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
@@ -82,6 +82,7 @@ def train_rank(flags: str, folder: Path) -> None:
 
 def _pretrain(flags: str, losses: list[float]) -> None:
     from megatron.core.enums import ModelType
+    from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import pretrain
     from megatron.training.argument_utils import (
         gpt_config_from_args,
@@ -96,7 +97,7 @@ def _pretrain(flags: str, losses: list[float]) -> None:
     model.pre_wrap_hooks = [_set_weights_by_name]
 
     def forward_step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        batch = _batch(args, data)
+        batch = _batch(args, data, get_attr_wrapped_model(model, "vp_stage"))
         loss_BS = model(
             batch["tokens"],
             batch["position_ids"],
@@ -116,12 +117,11 @@ def _pretrain(flags: str, losses: list[float]) -> None:
     pretrain(container, _datasets, ModelType.encoder_or_decoder, forward_step)
 
 
-def _datasets(num_samples: list[int]) -> Any:
+def _datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-    from megatron.core.parallel_state import get_tensor_model_parallel_rank
     from megatron.training import get_args, get_tokenizer
 
     args = get_args()
@@ -136,25 +136,41 @@ def _datasets(num_samples: list[int]) -> Any:
         mid_level_dataset_surplus=0.005,
     )
     return BlendedMegatronDatasetBuilder(
-        MockGPTDataset, num_samples, lambda: get_tensor_model_parallel_rank() == 0, config
+        MockGPTDataset, num_samples, lambda: _holds_data(vp_stage), config
     ).build()
 
 
 _datasets.is_distributed = True  # every rank takes part in building, as in Megatron's own script
 
 
-def _batch(args: Namespace, data: Iterator[Any]) -> dict[str, Any]:
+def _ends_of_pipeline(vp_stage: int | None) -> tuple[bool, bool]:
+    """Whether this rank's chunk ``vp_stage`` is the first, and the last, of the model."""
+    from megatron.core import parallel_state
+
+    ignore_virtual = vp_stage is None
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual, vp_stage),
+        parallel_state.is_pipeline_last_stage(ignore_virtual, vp_stage),
+    )
+
+
+def _holds_data(vp_stage: int | None) -> bool:
+    from megatron.core.parallel_state import get_tensor_model_parallel_rank
+
+    return any(_ends_of_pipeline(vp_stage)) and get_tensor_model_parallel_rank() == 0
+
+
+def _batch(args: Namespace, data: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
     """This rank's micro-batch, handed out by the first rank of each tensor group."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_tp_rank
 
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    first, last = _ends_of_pipeline(vp_stage)
     if not (first or last):
+        keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
         return dict.fromkeys(keys)
     batch = {}
-    if tp_rank == 0:
+    if _holds_data(vp_stage):
         batch = {key: value.cuda(non_blocking=True) for key, value in next(data).items()}
     return get_batch_on_this_tp_rank(
         batch,
@@ -164,7 +180,7 @@ def _batch(args: Namespace, data: Iterator[Any]) -> dict[str, Any]:
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
         broadcast_group=parallel_state.get_tensor_model_parallel_group(),
         cp_size=1,
-        tp_rank=tp_rank,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=False,

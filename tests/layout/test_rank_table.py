@@ -39,8 +39,9 @@ def test_start_up_shows_eight_rows_a_line_per_axis_and_where_experts_live():
             "  EP     4       4      1  ranks 0, 2, 4, 6",
             " EDP     2       8      2  ranks 0, 8",
             "",
-            "ETP = TP = 2: every expert is cut into 2 parts, which live on neighbouring ranks; rank "
-            "0's experts are on ranks 0, 1. Dense layers are cut over the same number of ranks.",
+            "ETP = TP = 2: every expert is cut into 2 parts, which live on neighbouring ranks; "
+            "rank 0's experts are on ranks 0, 1. "
+            "Dense layers are cut over the same number of ranks.",
             "8 experts over EP 4, 2 on a rank; each is held 2 times (EDP 2).",
         ]
     )

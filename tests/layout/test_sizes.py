@@ -115,7 +115,7 @@ def test_expert_tensor_parallelism_follows_tensor_parallelism_unless_given():
     assert Sizes(16, tp=2).changed(tp=4).etp == 4
     assert Sizes(16, tp=2, etp=2).changed(tp=4).etp == 2
     follows = layout_error(
-        broken_grid_rule(Sizes(8, tp=3)), Sizes(8, tp=3), is_legal=lambda sizes: sizes.tp == 4
+        [broken_grid_rule(Sizes(8, tp=3))], Sizes(8, tp=3), is_legal=lambda sizes: sizes.tp == 4
     )
     assert "--tensor-model-parallel-size 4  (ETP 4, DP 2, EDP 2)" in str(follows)
 
@@ -135,5 +135,5 @@ def test_parallelism_that_was_not_asked_for_is_suggested_last():
 
 def test_no_suggestion_is_made_up():
     asked = Sizes(8, tp=3)
-    error = layout_error(broken_grid_rule(asked), asked, is_legal=lambda _: False)
+    error = layout_error([broken_grid_rule(asked)], asked, is_legal=lambda _: False)
     assert "Nearest legal settings" not in str(error)

@@ -7,7 +7,7 @@ import pytest
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import Sizes
-from megatron_switch.layout.validation import ModelShape, validate_layout
+from megatron_switch.layout.validation import ModelShape, validate_layout, virtual_stages
 
 MODEL = {
     "num_experts": 64,
@@ -51,7 +51,7 @@ BROKEN = {
     "EP above the world": (Sizes(8, ep=16), {}, [r"expert grid: it needs at least .* 16 ranks"]),
     "experts over EP": (
         Sizes(24, ep=12),
-        {},
+        {"global_batch_size": 480},
         [
             r"64 experts cannot be shared evenly by 12 expert-parallel ranks \(4 would be left",
             r"--expert-model-parallel-size must be one of \[1, 2, 4, 8, 16, 32, 64\]",
@@ -189,6 +189,17 @@ def test_each_rule_says_what_is_wrong_and_what_to_set(name):
         assert re.search(pattern, text), f"{pattern}\nis not in\n{text}"
 
 
+def test_every_broken_rule_is_told_at_once():
+    shape = ModelShape(**{**MODEL, "sequence_parallel": False, "global_batch_size": 100})
+    with pytest.raises(LayoutError) as caught:
+        validate_layout(Sizes(16, tp=2, pp=8, etp=1), shape)
+    rules = str(caught.value).partition("  dense grid:")[0].splitlines()
+    assert [rule.split(",")[0].split(" must")[0] for rule in rules] == [
+        "With experts and --tensor-model-parallel-size 2 (above 1)",
+        "Layers",
+    ]
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_suggestions_satisfy_every_rule_and_not_only_the_broken_one(name):
     sizes, changes, _ = BROKEN[name]
@@ -210,3 +221,21 @@ def test_suggestions_satisfy_every_rule_and_not_only_the_broken_one(name):
             named["world_size"] = int(ranks[1])
         if named:
             validate_layout(sizes.changed(**named), shape)
+
+
+def test_layers_of_a_chunk_become_chunks_of_a_stage():
+    assert virtual_stages(24, 4, 2) == 3
+    assert virtual_stages(24, 4, 6) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "size", "allowed"),
+    [(24, 4, 4, r"\[1, 2, 3, 6\]"), (10, 4, 1, "none"), (24, 4, 0, r"\[1, 2, 3, 6\]")],
+)
+def test_chunks_that_do_not_fit_name_those_that_would(num_layers, pp, size, allowed):
+    with pytest.raises(
+        LayoutError,
+        match=rf"--num-layers is {num_layers}, --pipeline-model-parallel-size {pp} and "
+        rf"--num-layers-per-virtual-pipeline-stage {size}\. Chunks .* would work: {allowed}\.",
+    ):
+        virtual_stages(num_layers, pp, size)

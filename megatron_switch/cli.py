@@ -1,0 +1,150 @@
+"""The command line ``megatron-switch COMMAND``: one table of commands, each imported when called.
+
+A mistake that the user can mend ends with its message and exit code 2, without a traceback; in a
+job of several ranks rank 0 says it for all.
+"""
+
+import logging
+import os
+import shlex
+import sys
+import time
+import warnings
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_switch import __version__
+from megatron_switch.errors import SwitchError
+
+_USER_ERROR = 2
+_PATIENCE_S = 3.0  # long enough for rank 0's message to end the job first
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand."""
+
+    summary: str
+    run: Callable[[list[str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        argv: Words after the program's name; those of this process by default.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    _quieten_imports()
+    if words and words[0] in COMMANDS:
+        return reporting_errors(lambda: COMMANDS[words[0]].run(words[1:]))
+    parser = ArgumentParser(
+        prog="megatron-switch",
+        description="Train Switch Transformers with Megatron-Core.",
+        epilog="\n".join(f"  {name:<14}{c.summary}" for name, c in COMMANDS.items()),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-switch {__version__}")
+    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help="see below")
+    parser.parse_args(words)
+    raise AssertionError("argparse accepts no other command")
+
+
+def _quieten_imports() -> None:
+    """Keep libraries from telling what is not installed: the start-up text says it once."""
+    warnings.filterwarnings("ignore", message=".*(Apex|[Tt]ransformer.[Ee]ngine).*")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def reporting_errors(run: Callable[[], int]) -> int:
+    """Call ``run``; turn an error of the user's into its message and exit code 2."""
+    try:
+        return run()
+    except SwitchError as error:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:  # the same on every rank, unless something is wrong with this one alone
+            time.sleep(_PATIENCE_S)
+        where = f" (rank {rank})" if rank else ""
+        print(f"\nmegatron-switch: error{where}: {error}", file=sys.stderr, flush=True)
+        return _USER_ERROR
+
+
+def _train(argv: list[str]) -> int:
+    if argv in (["--help"], ["-h"]):
+        _print_train_help()
+        return 0
+    from megatron_switch.training.session import train
+
+    train(argv)
+    return 0
+
+
+def _print_train_help() -> None:
+    from megatron_switch.training.arguments import add_switch_arguments
+
+    parser = ArgumentParser(
+        prog="megatron-switch train",
+        usage="megatron-switch train [MEGATRON FLAGS] [SWITCH FLAGS]",
+        description="Takes every flag of Megatron-LM's training, with Switch's defaults, and those "
+        "below. docs/flags.md lists how each mixture-of-experts flag of Megatron is treated.",
+    )
+    add_switch_arguments(parser)
+    parser.print_help()
+
+
+def _launch_local(argv: list[str]) -> int:
+    from megatron_switch.emulation import launch
+    from megatron_switch.training.run_folder import COMMAND_VARIABLE
+
+    parser = ArgumentParser(
+        prog="megatron-switch launch-local",
+        description="Train on N CPU ranks of this host, forked from one process.",
+        epilog="All other flags go to 'megatron-switch train'.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "--num-ranks", type=int, required=True, metavar="N")
+    own, flags = parser.parse_known_args(argv)
+    if own.num_ranks < 1:
+        parser.error(f"argument -n/--num-ranks: at least 1, got {own.num_ranks}")
+    again = [sys.executable, "-m", "megatron_switch", "launch-local", *argv]
+    os.environ[COMMAND_VARIABLE] = shlex.join(again)
+    return launch(own.num_ranks, lambda: reporting_errors(lambda: _train(flags)))
+
+
+def _prepare(argv: list[str]) -> int:
+    from megatron_switch.data.prepare import add_arguments, run
+
+    return run(_parsed("prepare", COMMANDS["prepare"].summary, add_arguments, argv))
+
+
+def _generate(argv: list[str]) -> int:
+    from megatron_switch.training.generation import add_arguments, run
+
+    return run(argv, add_arguments)
+
+
+def _demo(argv: list[str]) -> int:
+    from megatron_switch.training.demo import add_arguments, run
+
+    return run(_parsed("demo", COMMANDS["demo"].summary, add_arguments, argv))
+
+
+def _parsed(
+    name: str, summary: str, add_arguments: Callable[[ArgumentParser], None], argv: list[str]
+) -> Namespace:
+    parser = ArgumentParser(prog=f"megatron-switch {name}", description=summary)
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "train, one process a rank (under torchrun or SLURM; alone: one rank)", _train
+    ),
+    "launch-local": Command("train on several CPU ranks of this host, forked", _launch_local),
+    "prepare": Command("turn text files into training data", _prepare),
+    "generate": Command("continue a prompt with a trained checkpoint", _generate),
+    "demo": Command("train a small Switch GPT on this computer's CPU and look at it", _demo),
+}
+"""Every command, in the order of the help text."""

@@ -1,0 +1,115 @@
+"""What a preparation made: ``prepared.json`` for programs, a few lines for people."""
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_switch.data.corpus import shown
+
+SCHEMA = "megatron-switch/prepared/1"
+
+_FEW_DOCUMENTS = 100  # fewer, and the validation part of Megatron's usual split is tiny or empty
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Result of a preparation, as it stands in ``prepared.json``.
+
+    Attributes:
+        schema: Name and version of this form.
+        version: Version of megatron-switch that made it.
+        prefix: Path of the token files without suffix, as it was given.
+        files: Number of files read.
+        empty_files: Files without text that were left out.
+        documents: Number of documents.
+        empty_documents: Documents without text that were left out.
+        tokens: Number of tokens, one end-of-document token a document included.
+        text_bytes: Size of the documents in UTF-8.
+        left_out: Bad files, lines and rows that were left out.
+        reasons: Why, for the first few of them.
+        tokenizer: Its ``type``, ``vocab_size``, ``eod``, and under ``trained`` how it was trained,
+            None where it was not.
+        data: Name of the token files' ``dtype``, and ``bin_bytes`` and ``idx_bytes``.
+        training_flags: What training needs to use this.
+    """
+
+    schema: str
+    version: str
+    prefix: str
+    files: int
+    empty_files: int
+    documents: int
+    empty_documents: int
+    tokens: int
+    text_bytes: int
+    left_out: int
+    reasons: tuple[str, ...]
+    tokenizer: dict[str, Any]
+    data: dict[str, Any]
+    training_flags: tuple[str, ...]
+
+
+def summary(prepared: Prepared) -> str:
+    """Return a few lines for a person, the flags for training last."""
+    trained = prepared.tokenizer["trained"]
+    origin = f"{trained['algorithm']}, trained on this text" if trained else "given"
+    empty = prepared.empty_files + prepared.empty_documents
+    lines = [
+        ("files", _count(prepared.files)),
+        (
+            "documents",
+            _count(prepared.documents) + (f" ({empty:,} empty ones left out)" * (empty > 0)),
+        ),
+        (
+            "tokens",
+            f"{_count(prepared.tokens)} ({prepared.text_bytes / prepared.tokens:.2f} bytes of text "
+            "each)",
+        ),
+        (
+            "vocabulary",
+            f"{_count(prepared.tokenizer['vocab_size'])} ({prepared.tokenizer['type']}, {origin}; "
+            f"end of document {prepared.tokenizer['eod']})",
+        ),
+        (
+            "written",
+            f"{prepared.prefix}.bin ({_size(prepared.data['bin_bytes'])}, "
+            f"{prepared.data['dtype']}) and .idx ({_size(prepared.data['idx_bytes'])})",
+        ),
+    ]
+    if prepared.left_out:
+        lines.append(("left out", f"{_count(prepared.left_out)}: {shown(prepared.reasons)}"))
+    if prepared.documents < _FEW_DOCUMENTS:
+        lines.append(
+            (
+                "note",
+                f"Megatron's --split divides documents, and there are only {prepared.documents}. "
+                "For a validation set, cut text files with --document-separator, or prepare "
+                "another folder for --valid-data-path.",
+            )
+        )
+    text = "\n".join(f"{name:<11} {value}" for name, value in lines)
+    return f"{text}\n\nTrain on it with:\n  {shlex.join(prepared.training_flags)}"
+
+
+def from_json(fields: dict[str, Any]) -> Prepared:
+    """Return what :func:`dataclasses.asdict` wrote; unknown fields are passed over."""
+    known = {name: fields[name] for name in Prepared.__dataclass_fields__}
+    return Prepared(
+        **{
+            **known,
+            "reasons": tuple(known["reasons"]),
+            "training_flags": tuple(known["training_flags"]),
+        }
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"

@@ -1,0 +1,224 @@
+"""What a command line of ``megatron-switch prepare`` asks for, checked before any file is read."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import sentencepiece
+
+from megatron_switch.data.corpus import SKIP_FLAG, Corpus
+from megatron_switch.data.documents import Reading
+from megatron_switch.data.prepared import SCHEMA
+from megatron_switch.data.sentencepiece_model import Algorithm, SentencePieceSettings
+from megatron_switch.data.sources import KNOWN_NAMES
+from megatron_switch.data.token_shards import available_workers
+from megatron_switch.data.tokenizer import (
+    FLAGS,
+    VOCAB_SIZE_TYPES,
+    add_tokenizer_arguments,
+    check_tokenizer_flags,
+    flag_dest,
+    training_flags,
+)
+from megatron_switch.data.workspace import Workspace, fingerprint_of
+from megatron_switch.errors import ConfigError
+
+DEFAULT_VOCAB_SIZE = 32_000
+DEFAULT_SAMPLE_MIB: dict[Algorithm, int] = {"bpe": 16, "unigram": 2}
+"""Text to train on: some ten seconds on two cores."""
+
+TRAINED_TYPE = "SentencePieceTokenizer"
+"""Megatron's name of the tokenizer that is trained here."""
+
+_MIB = 2**20
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of ``megatron-switch prepare`` to a parser."""
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        type=Path,
+        metavar="INPUT",
+        help=f"File or folder with text: {KNOWN_NAMES}.",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="Folder for all that is made."
+    )
+    parser.add_argument(
+        "--stdlib",
+        action="store_true",
+        help="Take the running Python's standard library: code and English on every machine.",
+    )
+    parser.add_argument(
+        "--stdlib-tests",
+        action="store_true",
+        help="With --stdlib: its tests too, about three times as much text.",
+    )
+    parser.add_argument(
+        "--text-key",
+        metavar="KEY",
+        help="Key of the text in .jsonl lines, and its column in .parquet. Default: text.",
+    )
+    parser.add_argument(
+        "--document-separator",
+        metavar="TEXT",
+        help="Cut text files into documents wherever this stands; \\n is a line end. Default: "
+        "one file is one document.",
+    )
+    parser.add_argument(
+        SKIP_FLAG,
+        action="store_true",
+        help="Leave out files, lines and rows that hold no text, and say so, instead of stopping.",
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="Processes. Default: one for each CPU core."
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Replace other results that --output holds."
+    )
+    add_tokenizer_arguments(parser)
+    group = parser.add_argument_group("training a SentencePiece model, without --tokenizer-model")
+    group.add_argument(
+        "--sentencepiece-algorithm",
+        choices=tuple(DEFAULT_SAMPLE_MIB),
+        help="bpe trains faster, unigram tokenises faster. Default: bpe.",
+    )
+    group.add_argument(
+        "--tokenizer-sample-mib",
+        type=int,
+        metavar="MIB",
+        help="Most text to train on, taken evenly from all of it. Default: "
+        + ", ".join(f"{size} for {name}" for name, size in DEFAULT_SAMPLE_MIB.items())
+        + ".",
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked command line.
+
+    Attributes:
+        args: The command line; its tokenizer flags are Megatron's.
+        how: How files are read.
+        trained: How to train a tokenizer, None where one was given.
+        workers: Number of processes.
+    """
+
+    args: Namespace
+    how: Reading
+    trained: SentencePieceSettings | None
+    workers: int
+
+    @classmethod
+    def from_arguments(cls, args: Namespace) -> "Settings":
+        """Check a command line.
+
+        Raises:
+            ConfigError: Flags are missing, contradict each other, or would change nothing.
+            DataError: A tokenizer's file is missing.
+        """
+        if args.workers is not None and args.workers < 1:
+            raise ConfigError(f"--workers must be at least 1, got {args.workers}.")
+        if args.stdlib_tests and not args.stdlib:
+            raise ConfigError("--stdlib-tests adds to --stdlib, which was not given. Give both.")
+        trained = _training_settings(args)
+        if trained is None:
+            check_tokenizer_flags(args)
+        how = Reading(args.text_key or "text", _separator(args), args.skip_bad_input)
+        return cls(args, how, trained, args.workers or available_workers())
+
+    @property
+    def tokenizer_type(self) -> str:
+        """Megatron's name of the tokenizer."""
+        return self.args.tokenizer_type or TRAINED_TYPE
+
+    def tokenizer_arguments(self, trained_model: Path) -> Namespace:
+        """Return the flags from which Megatron builds the tokenizer.
+
+        Args:
+            trained_model: Where the model is, if one is trained.
+        """
+        if self.trained is None:
+            return self.args
+        changed = {"tokenizer_type": TRAINED_TYPE, "tokenizer_model": str(trained_model)}
+        return Namespace(**{**vars(self.args), **changed, "vocab_size": None})
+
+    def training_flags(self, workspace: Workspace) -> tuple[str, ...]:
+        """Return the flags with which training uses what is made here."""
+        tokenizer = self.tokenizer_arguments(workspace.tokenizer_model)
+        return ("--data-path", str(workspace.prefix), *training_flags(tokenizer))
+
+    def fingerprint(self, corpus: Corpus) -> str:
+        """Return a hash of all that the result depends on.
+
+        Whether bad input may be left out is not among it: where none was met, it changes nothing,
+        and where some was, shards and reports say so.
+        """
+        tokenizer = {flag: getattr(self.args, flag_dest(flag)) for flag in FLAGS}
+        names = [value for value in tokenizer.values() if isinstance(value, str) and value]
+        return fingerprint_of(
+            {
+                "schema": SCHEMA,
+                "files": [[str(file.path), file.size, file.modified_ns] for file in corpus.files],
+                "text_key": self.how.text_key,
+                "separator": self.how.separator,
+                "tokenizer": tokenizer,
+                "tokenizer_files": [state for name in names for state in _file_states(Path(name))],
+                "trained": self.trained and [asdict(self.trained), sentencepiece.__version__],
+            }
+        )
+
+
+def _training_settings(args: Namespace) -> SentencePieceSettings | None:
+    """Return how to train a tokenizer, None when one was given.
+
+    Raises:
+        ConfigError: Flags of one case were given in the other.
+    """
+    if args.tokenizer_type is None and args.tokenizer_model is not None:
+        raise ConfigError(
+            f"--tokenizer-model {args.tokenizer_model} needs --tokenizer-type, which says how to "
+            "read it: SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, ..."
+        )
+    trains = args.tokenizer_type in (None, "SentencePieceTokenizer") and not args.tokenizer_model
+    if not trains:
+        unused = {
+            "--sentencepiece-algorithm": args.sentencepiece_algorithm,
+            "--tokenizer-sample-mib": args.tokenizer_sample_mib,
+        }
+        if args.tokenizer_type not in VOCAB_SIZE_TYPES:
+            unused["--vocab-size"] = args.vocab_size
+        given = [flag for flag, value in unused.items() if value is not None]
+        if given:
+            raise ConfigError(
+                f"{' and '.join(given)} would change nothing: --tokenizer-type "
+                f"{args.tokenizer_type} is finished already. Leave it out, or leave the tokenizer "
+                "out to train one."
+            )
+        return None
+    algorithm: Algorithm = args.sentencepiece_algorithm or "bpe"
+    mib = args.tokenizer_sample_mib or DEFAULT_SAMPLE_MIB[algorithm]
+    vocab_size = DEFAULT_VOCAB_SIZE if args.vocab_size is None else args.vocab_size
+    for flag, value in (("--tokenizer-sample-mib", mib), ("--vocab-size", vocab_size)):
+        if value < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {value}.")
+    return SentencePieceSettings(vocab_size, algorithm, mib * _MIB)
+
+
+def _separator(args: Namespace) -> str | None:
+    if args.document_separator is None:
+        return None
+    separator: str = args.document_separator.replace("\\n", "\n").replace("\\t", "\t")
+    if not separator:
+        raise ConfigError("--document-separator is empty; give the text between documents.")
+    return separator
+
+
+def _file_states(path: Path) -> list[list[object]]:
+    """Return name, size and time of change of a file, or of all files of a folder."""
+    if not path.exists():
+        return []
+    paths = sorted(path.rglob("*")) if path.is_dir() else [path]
+    states = [(name, name.stat()) for name in paths if name.is_file()]
+    return [[str(name), state.st_size, state.st_mtime_ns] for name, state in states]

@@ -1,0 +1,253 @@
+"""Tokenizers, built by Megatron from Megatron's flags.
+
+The text is tokenised by the object that training builds from the same flags, so that a corpus and
+its training agree by construction. The flags are Megatron's own, with its names, defaults and
+meaning; they stand here as a table because Megatron's parser takes seconds to import, and a test
+compares the two. What a tokenizer needs and does not get is said before Megatron is asked.
+"""
+
+import importlib.util
+import os
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_switch.data.quiet import quiet_upstream
+from megatron_switch.errors import ConfigError, DataError
+
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+
+TOKENIZER_TYPES = (
+    *SENTENCEPIECE_TYPES,
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "NullTokenizer",
+)
+"""Megatron's tokenizers of plain text. Those of images and conversations prepare other files."""
+
+VOCAB_SIZE_TYPES = ("TikTokenizer", "NullTokenizer")
+"""Tokenizers whose size is set by ``--vocab-size`` rather than by their files."""
+
+_NEEDS_MODEL = (*SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "TikTokenizer")
+_NEEDS_MODEL_FILE = (*SENTENCEPIECE_TYPES, "TikTokenizer")
+_NEEDS_FILES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+}
+_NEEDS_PACKAGE = {
+    "TikTokenizer": ("tiktoken", "tiktoken"),
+    "HuggingFaceTokenizer": ("transformers", "'megatron-switch[hf]'"),
+    **{name: ("transformers", "'megatron-switch[hf]'") for name in _NEEDS_FILES},
+}
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "--tokenizer-type": {
+        "choices": TOKENIZER_TYPES,
+        "help": "Megatron's name of a tokenizer. Without it, a SentencePiece model is trained on "
+        "the text.",
+    },
+    "--tokenizer-model": {"help": "Model file, or for HuggingFaceTokenizer a folder or a name."},
+    "--vocab-size": {"type": int, "help": "Number of tokens."},
+    "--vocab-file": {"help": "Vocabulary file of GPT2BPETokenizer and the BERT tokenizers."},
+    "--merge-file": {"help": "BPE merges of GPT2BPETokenizer."},
+    "--tokenizer-metadata": {
+        "dest": "metadata_path",
+        "help": "Megatron's JSON file about the tokenizer, which names its class.",
+    },
+    "--tokenizer-special-tokens": {
+        "dest": "special_tokens",
+        "nargs": "+",
+        "help": "Special tokens to add; TikTokenizer needs seven of its own among them.",
+    },
+    "--tiktoken-pattern": {
+        "choices": ("v1", "v2"),
+        "help": "How TikTokenizer cuts text into words.",
+    },
+    "--tiktoken-num-special-tokens": {
+        "type": int,
+        "default": 1000,
+        "help": "Ids that TikTokenizer keeps for special tokens.",
+    },
+    "--tokenizer-sentencepiece-legacy": {
+        "action": "store_true",
+        "help": "Let special tokens be added to a finished SentencePiece model.",
+    },
+    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": {
+        "dest": "tokenizer_sentencepiece_ignore_extra_whitespaces",
+        "action": "store_false",
+        "help": "Keep repeated spaces with a SentencePiece model that would merge them.",
+    },
+    "--tokenizer-hf-no-use-fast": {
+        "action": "store_true",
+        "help": "Use the slow variant of a Hugging Face tokenizer.",
+    },
+    "--tokenizer-hf-no-include-special-tokens": {
+        "action": "store_true",
+        "help": "Leave out the tokens that a Hugging Face tokenizer puts around a text.",
+    },
+    "--trust-remote-code": {
+        "action": "store_true",
+        "help": "Let a Hugging Face tokenizer run code of its own.",
+    },
+    "--null-tokenizer-eod-id": {
+        "type": int,
+        "help": "End-of-document id of NullTokenizer. Default: the last one.",
+    },
+    "--null-tokenizer-pad-id": {
+        "type": int,
+        "default": -1,
+        "help": "Padding id of NullTokenizer. Default: none.",
+    },
+    "--chat-template": {"help": "Jinja template for conversations; plain text does not use it."},
+}
+"""Megatron's tokenizer flags, as arguments of ``add_argument``."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer of Megatron's.
+
+    Attributes:
+        built: The object that training gets from the same flags.
+        vocab_size: Number of tokens, before the embedding is padded.
+        eod: Token that ends a document.
+    """
+
+    built: Any
+    vocab_size: int
+    eod: int
+
+
+def add_tokenizer_arguments(parser: ArgumentParser) -> None:
+    """Add Megatron's tokenizer flags to a parser."""
+    group = parser.add_argument_group("tokenizer, with Megatron's own flags")
+    for name, options in FLAGS.items():
+        group.add_argument(name, **options)
+
+
+def flag_dest(name: str) -> str:
+    """Return the attribute that a flag of :data:`FLAGS` sets."""
+    dest: str = FLAGS[name].get("dest", name.removeprefix("--").replace("-", "_"))
+    return dest
+
+
+def training_flags(args: Namespace) -> list[str]:
+    """Return the tokenizer flags with which training builds the same tokenizer."""
+    parser = ArgumentParser()
+    add_tokenizer_arguments(parser)
+    flags: list[str] = []
+    for name in FLAGS:
+        value = getattr(args, flag_dest(name))
+        if value == parser.get_default(flag_dest(name)):
+            continue
+        flags.append(name)
+        if not isinstance(value, bool):
+            flags += map(str, value) if isinstance(value, list) else [str(value)]
+    return flags
+
+
+def check_tokenizer_flags(args: Namespace) -> None:
+    """Refuse tokenizer flags from which Megatron could build nothing.
+
+    Args:
+        args: Namespace with Megatron's tokenizer flags; only those that a type needs are read.
+
+    Raises:
+        ConfigError: A flag or a package is missing.
+        DataError: A file is missing.
+    """
+    kind = args.tokenizer_type
+    if kind is None:
+        raise ConfigError(
+            "There is no tokenizer: give --tokenizer-type, and --tokenizer-model where the type "
+            "needs one. megatron-switch prepare prints the flags of what it made."
+        )
+    package, source = _NEEDS_PACKAGE.get(kind, ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"--tokenizer-type {kind} needs the package {package}, which is not installed. "
+            f"Install it with: pip install {source}."
+        )
+    if kind == "NullTokenizer" and args.vocab_size is None:
+        raise ConfigError(
+            "--tokenizer-type NullTokenizer needs --vocab-size, and it was not given."
+        )
+    if kind in _NEEDS_MODEL and args.tokenizer_model is None:
+        raise ConfigError(f"--tokenizer-type {kind} needs --tokenizer-model, and it was not given.")
+    for dest in _NEEDS_FILES.get(kind, ()):
+        if getattr(args, dest) is None:
+            flag = f"--{dest.replace('_', '-')}"
+            raise ConfigError(f"--tokenizer-type {kind} needs {flag}, and it was not given.")
+    _check_files(args, kind)
+
+
+def build_tokenizer(args: Namespace) -> Tokenizer:
+    """Build a tokenizer as training does.
+
+    Args:
+        args: Namespace with all of :data:`FLAGS`.
+
+    Raises:
+        ConfigError: A flag or a package is missing.
+        DataError: A file is missing or damaged, or the tokenizer cannot end a document.
+    """
+    check_tokenizer_flags(args)
+    with quiet_upstream():
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as upstream
+
+    named = f"--tokenizer-type {args.tokenizer_type}"
+    if args.tokenizer_model is not None:
+        named += f" --tokenizer-model {args.tokenizer_model}"
+    flags = Namespace(**{**vars(args), "pad_vocab_size": False})
+    try:
+        with quiet_upstream():
+            built = upstream(flags)
+        vocab_size = int(built.vocab_size)
+    except Exception as error:  # each library has its own; all mean the same to a user
+        text = str(error) or type(error).__name__
+        raise DataError(
+            f"Megatron could not build a tokenizer from {named}: {text}. Check that file and type "
+            "belong together."
+        ) from error
+    try:
+        eod = built.eod
+    except (AttributeError, NotImplementedError, ValueError):
+        eod = None
+    if not isinstance(eod, int) or not 0 <= eod < vocab_size:
+        raise DataError(
+            f"The tokenizer of {named} has no token that ends a document (got {eod} of "
+            f"{vocab_size} tokens), and documents must be told apart. Use one with an "
+            "end-of-sentence token."
+        )
+    return Tokenizer(built, vocab_size, eod)
+
+
+def _check_files(args: Namespace, kind: str) -> None:
+    """Refuse names of files that are not there."""
+    wanted = [
+        (flag, getattr(args, dest))
+        for flag, dest in (
+            ("--vocab-file", "vocab_file"),
+            ("--merge-file", "merge_file"),
+            ("--tokenizer-metadata", "metadata_path"),
+        )
+    ]
+    model = args.tokenizer_model
+    # A Hugging Face tokenizer may have a name on the hub, which looks like a relative path.
+    looks_like_path = model is not None and (model.startswith((".", "~")) or os.path.isabs(model))
+    if kind in _NEEDS_MODEL_FILE or looks_like_path:
+        wanted.append(("--tokenizer-model", model))
+    for flag, name in wanted:
+        if name is None or Path(name).exists():
+            continue
+        raise DataError(
+            f"{flag} {name} does not exist. Give the path of the tokenizer's file, or leave the "
+            "tokenizer flags out of megatron-switch prepare to train one."
+        )
+    if kind in _NEEDS_MODEL_FILE and not Path(model).is_file():
+        raise DataError(f"--tokenizer-model {model} is no file, and {kind} is read from one.")

@@ -1,0 +1,182 @@
+"""The output folder of a preparation: what may be there, what is kept meanwhile, what comes last.
+
+    OUTPUT/.preparing/       shards and the trained tokenizer while the work goes on
+    OUTPUT/corpus.bin .idx   the tokens, in Megatron's format
+    OUTPUT/tokenizer.model   the tokenizer, where one was trained
+    OUTPUT/prepared.json     what was made from what; it appears last and says that all is there
+
+An interrupted preparation goes on where it was, if inputs and settings are the same: both are in
+the fingerprint, files with size and time of change. Otherwise it starts again. Finished results are
+replaced only when that is asked for, and what takes their place is complete by then.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_switch.atomic import renamed_into_place
+from megatron_switch.errors import ConfigError, DataError
+
+Start = Literal["new", "continued", "again"]
+"""Whether unfinished work was there: none, of the same fingerprint, or of another one."""
+
+_GIB = 2**30
+
+
+def fingerprint_of(settings: object) -> str:
+    """Return a hash of plain values: the same values, the same preparation."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where a preparation works and where its results go.
+
+    Attributes:
+        output: Folder of the results, ``--output``.
+        fingerprint: Hash of inputs and settings.
+    """
+
+    output: Path
+    fingerprint: str
+
+    @property
+    def folder(self) -> Path:
+        """Folder of unfinished work."""
+        return self.output / ".preparing"
+
+    @property
+    def prefix(self) -> Path:
+        """What ``--data-path`` gets: the path of the results without their suffix."""
+        return self.output / "corpus"
+
+    @property
+    def tokenizer_model(self) -> Path:
+        """Where a trained tokenizer goes."""
+        return self.output / "tokenizer.model"
+
+    @property
+    def report(self) -> Path:
+        """The file that appears last."""
+        return self.output / "prepared.json"
+
+    @property
+    def _state(self) -> Path:
+        return self.folder / "state.json"
+
+    @property
+    def _results(self) -> tuple[Path, ...]:
+        """In the order in which they disappear: without an index, no tokens are found."""
+        return (
+            self.report,
+            self.prefix.with_suffix(".idx"),
+            self.prefix.with_suffix(".bin"),
+            self.tokenizer_model,
+        )
+
+    def finished_report(self) -> dict[str, Any] | None:
+        """Return the report of a finished preparation from the same inputs and settings."""
+        try:
+            report = json.loads(self.report.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        same = isinstance(report, dict) and report.get("fingerprint") == self.fingerprint
+        return report if same else None
+
+    def check_output(self, *, overwrite: bool) -> None:
+        """Refuse a folder whose content this preparation may not replace.
+
+        Raises:
+            ConfigError: Results of another preparation are there, and ``--overwrite`` is not given.
+        """
+        if self.output.exists() and not self.output.is_dir():
+            raise ConfigError(f"--output {self.output} is a file; give a folder.")
+        there = [path.name for path in self._results if path.exists()]
+        # Without a report, results are what our own interrupted work left while moving them.
+        ours = self.goes_on() and not self.report.exists()
+        if there and not overwrite and not ours:
+            raise ConfigError(
+                f"--output {self.output} already holds {', '.join(there)}, made from other input "
+                "or with other settings. Give another --output, or --overwrite to replace them."
+            )
+
+    def goes_on(self) -> bool:
+        """Return whether unfinished work of the same fingerprint is there."""
+        try:
+            state = json.loads(self._state.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return False
+        return isinstance(state, dict) and state.get("fingerprint") == self.fingerprint
+
+    @contextmanager
+    def opened(self) -> Iterator[Start]:
+        """Hold the folder of unfinished work, emptied of what belongs to another preparation.
+
+        Yields:
+            How the work starts.
+
+        Raises:
+            ConfigError: Another process is preparing into the same folder.
+            OSError: The folder cannot be made.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"Another megatron-switch prepare is writing to --output {self.output}. Wait "
+                    "for it, or give another --output."
+                ) from error
+            start: Start = "new" if not self._state.exists() else "again"
+            if self.goes_on():
+                start = "continued"
+            else:
+                for path in self.folder.iterdir():
+                    if path.name != "lock":
+                        path.unlink()
+                with renamed_into_place(self._state) as stream:
+                    json.dump({"fingerprint": self.fingerprint}, stream)
+            yield start
+
+    def check_space(self, num_bytes: float) -> None:
+        """Refuse work for which the disk has no room.
+
+        Args:
+            num_bytes: Bytes that are still to be written, roughly.
+
+        Raises:
+            DataError: Less than that is free.
+        """
+        free = shutil.disk_usage(self.output).free
+        if num_bytes > free:
+            raise DataError(
+                f"Preparing needs about {num_bytes / _GIB:.2f} GiB in --output {self.output}, and "
+                f"{free / _GIB:.2f} GiB are free there. Free some, or give an --output elsewhere."
+            )
+
+    def publish(self, report: dict[str, Any]) -> None:
+        """Move finished files from the work folder into their places, the report last.
+
+        Args:
+            report: Content of ``prepared.json``.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        for path in self._results:
+            path.unlink(missing_ok=True)
+        for path in reversed(self._results):
+            made = self.folder / path.name
+            if made.exists():
+                made.replace(path)
+        with renamed_into_place(self.report) as stream:
+            json.dump({**report, "fingerprint": self.fingerprint}, stream, indent=2)
+            stream.write("\n")
+        shutil.rmtree(self.folder)

@@ -1,0 +1,182 @@
+"""Checks of a command line that need several flags, before anything is built."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from megatron.training import get_tokenizer
+
+from megatron_switch.config import SwitchConfig
+from megatron_switch.data.check import check_indexed_dataset
+from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
+from megatron_switch.layout.validation import ModelShape, validate_layout, virtual_stages
+from megatron_switch.moe.capacity import expert_capacity
+from megatron_switch.training.arguments import CommandLine
+from megatron_switch.training.banner import has_uneven_stages
+from megatron_switch.training.flag_classes import check_megatron_flags, ignored_flags
+from megatron_switch.upstream import check_version
+
+_EXCESS = 4  # a buffer this many times larger than the memory is a slip of the pen
+_FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+
+
+def check_before_megatron(
+    line: CommandLine, switch: SwitchConfig, device: Literal["cuda", "cpu"]
+) -> tuple[str, ...]:
+    """Refuse what cannot work, and return what is worth a line on the screen.
+
+    Raises:
+        ConfigError: A flag or combination that cannot work.
+        DataError: No training data, or no tokenizer.
+        UpstreamError: Another Megatron-Core is installed than this code was checked against.
+    """
+    check_version()
+    args = line.args
+    notes = []
+    if args.num_experts:
+        check_megatron_flags(args)
+        _check_capacity(args, switch, device)
+        notes = [
+            f"{flag} has no effect: {why}" for flag, why in ignored_flags(line.explicit).items()
+        ]
+        if switch.drop_order == "probability":
+            notes.append(
+                "--switch-drop-order probability: a later token can take the slot of an earlier "
+                "one, so this decoder sees the future while training."
+            )
+    _check_sources(args)
+    return tuple(notes)
+
+
+def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
+    """Return the rank grid, if it fits model and batch.
+
+    Raises:
+        LayoutError: With both grids and the nearest legal settings.
+    """
+    sizes = Sizes(
+        world_size=args.world_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
+        vp=_virtual_stages(args),
+        order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+    )
+    shape = ModelShape(
+        num_experts=args.num_experts or None,
+        num_layers=None if has_uneven_stages(args) else args.num_layers,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        ffn_hidden_size=args.ffn_hidden_size,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        add_bias_linear=args.add_bias_linear,
+        seq_length=args.seq_length,
+        sequence_parallel=args.sequence_parallel,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        overlap_p2p=args.overlap_p2p_comm,
+        capacity_group=switch.capacity_group,
+    )
+    return validate_layout(sizes, shape)
+
+
+def check_data(args: Namespace) -> None:
+    """Check the indexed files that training will read, on the first rank.
+
+    Raises:
+        DataError: A file is missing, damaged, or holds tokens outside the vocabulary.
+    """
+    if args.mock_data or args.rank != 0:
+        return
+    for prefix in _prefixes(args):
+        check_indexed_dataset(prefix, vocab_size=get_tokenizer().vocab_size)
+
+
+def _check_sources(args: Namespace) -> None:
+    if not (args.mock_data or _prefixes(args) or _listed_elsewhere(args)):
+        raise DataError(
+            "There is nothing to train on: no --data-path was given. Prepare text with "
+            "'megatron-switch prepare' (--stdlib needs no files at all) and pass the --data-path "
+            "it prints, or train on random numbers with --mock-data."
+        )
+    if args.tokenizer_type is None:
+        raise DataError(
+            "There is no tokenizer: --tokenizer-type was not given. 'megatron-switch prepare' "
+            "prints the flags that fit its data; with --mock-data use --tokenizer-type "
+            "NullTokenizer --vocab-size N."
+        )
+    if args.tokenizer_type in _FILE_TOKENIZERS and not (
+        args.tokenizer_model and Path(args.tokenizer_model).is_file()
+    ):
+        raise DataError(
+            f"--tokenizer-type {args.tokenizer_type} reads a model file, and --tokenizer-model "
+            f"{args.tokenizer_model} is none. Give the file that the data were prepared with."
+        )
+
+
+def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> None:
+    if args.moe_expert_capacity_factor == 0:
+        raise ConfigError(
+            "A capacity factor of 0 would drop every token, got --moe-expert-capacity-factor 0. "
+            "Give a positive factor, or a negative one to drop no token."
+        )
+    if switch.dispatch != "padded":
+        return  # packed buffers hold tokens that exist, whatever the capacity
+    tokens = args.micro_batch_size * args.seq_length
+    capacity = switch.capacity or expert_capacity(
+        tokens,
+        args.num_experts,
+        max(args.moe_expert_capacity_factor, switch.eval_capacity_factor),
+        min_capacity=switch.min_capacity,
+        rounding=switch.capacity_rounding,
+    )
+    width = 2 if args.bf16 or args.fp16 else 4
+    needed = capacity * args.num_experts * args.hidden_size * width
+    shards = args.tensor_model_parallel_size * args.context_parallel_size
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if device == "cuda"
+        else psutil.virtual_memory().total
+    )
+    if needed // shards > _EXCESS * memory:
+        raise ConfigError(
+            f"One padded expert buffer would be {needed / shards / 2**30:.0f} GiB: "
+            f"{args.num_experts} experts x {capacity} slots x {args.hidden_size} elements of "
+            f"{width} bytes over {shards} ranks; this device has {memory / 2**30:.0f} GiB. Lower "
+            "--moe-expert-capacity-factor, --switch-capacity or --micro-batch-size."
+        )
+
+
+def _virtual_stages(args: Namespace) -> int | None:
+    stages: int | None = args.num_virtual_stages_per_pipeline_rank
+    if stages is None and args.num_layers_per_virtual_pipeline_stage and args.num_layers:
+        stages = virtual_stages(
+            args.num_layers,
+            args.pipeline_model_parallel_size,
+            args.num_layers_per_virtual_pipeline_stage,
+        )
+    return stages
+
+
+def _prefixes(args: Namespace) -> list[str]:
+    """Return the path prefixes named on the command line, without blending weights."""
+    named = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
+    return [word for words in named for word in words or [] if not _is_weight(word)]
+
+
+def _listed_elsewhere(args: Namespace) -> bool:
+    return args.data_args_path is not None or args.per_split_data_args_path is not None
+
+
+def _is_weight(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

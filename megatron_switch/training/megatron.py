@@ -1,0 +1,92 @@
+"""The calls that set Megatron's global state, in the order in which Megatron makes them itself.
+
+Megatron's own entry does all of this in one function, which leaves no room for checks between
+parsing, validation and the first process group. Its bare assertions become errors here.
+"""
+
+import os
+from argparse import Namespace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.training import get_tokenizer, global_vars
+from megatron.training.arguments import validate_args
+from megatron.training.global_vars import set_global_variables
+
+from megatron_switch import parallel_state
+from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.models.vocabulary import padded_vocab_size
+
+
+def validate(args: Namespace) -> None:
+    """Let Megatron check and complete the arguments, in place.
+
+    Raises:
+        ConfigError: Megatron asserts or raises; the message holds its own words.
+    """
+    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
+        # Before Blackwell, Megatron asserts this: one queue keeps communication in order.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    try:
+        validate_args(args)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"Megatron refuses these flags: {str(error) or _source_of(error)}"
+        ) from error
+    # A missing checkpoint would otherwise start from random weights, with exit code 0 at the end.
+    args.exit_on_missing_checkpoint = True
+
+
+def begin_megatron(args: Namespace) -> None:
+    """Set Megatron's global variables, tokenizer included, and pad the vocabulary.
+
+    Raises:
+        DataError: The tokenizer cannot be built.
+        LayoutError: The tensor-parallel size does not divide the padded vocabulary.
+    """
+    try:
+        set_global_variables(args)
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
+        raise DataError(
+            f"The tokenizer cannot be built from --tokenizer-type {args.tokenizer_type} and "
+            f"--tokenizer-model {args.tokenizer_model}: {error}"
+        ) from error
+    args.padded_vocab_size = padded_vocab_size(
+        get_tokenizer().vocab_size,
+        make_divisible_by=args.make_vocab_size_divisible_by,
+        tensor_parallel_size=args.tensor_model_parallel_size,
+    )
+
+
+def build_process_groups(args: Namespace) -> None:
+    """Initialise ``torch.distributed`` and all groups; ``pretrain`` then finds them and goes on."""
+    if not torch.distributed.is_initialized():
+        torch.cuda.set_device(args.local_rank)
+        torch.distributed.init_process_group(
+            backend=args.distributed_backend,
+            world_size=args.world_size,
+            rank=args.rank,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+    if not mpu.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel_as_pretrain(vars(args))
+
+
+def install_writer(writer: Any) -> Any:
+    """Put ``writer`` into Megatron's TensorBoard slot, if given, and return what was there."""
+    before = global_vars._GLOBAL_TENSORBOARD_WRITER
+    if writer is not None:
+        global_vars._GLOBAL_TENSORBOARD_WRITER = writer
+    return before
+
+
+def _source_of(error: BaseException) -> str:
+    """Return the source line of an assertion without a message."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return repr(error)
+    return f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"

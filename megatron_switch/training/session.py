@@ -1,0 +1,165 @@
+"""One training run, start to end: check, announce, and let Megatron's ``pretrain`` work.
+
+The order is the design: everything that a user can have got wrong is checked before a process group
+exists, and everything that changes Megatron's behaviour goes through a seam or stands in the two
+files of patches, which are entered here and left at the end.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
+from megatron.training import pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+from megatron_switch.config import SwitchConfig
+from megatron_switch.emulation import cuda_on_cpu
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.rank_table import table_as_csv
+from megatron_switch.moe.metrics import SwitchMetricsTracker
+from megatron_switch.repairs import repaired_megatron
+from megatron_switch.training.arguments import CommandLine, parse_command_line
+from megatron_switch.training.banner import banner
+from megatron_switch.training.batch import ForwardStep, datasets_provider
+from megatron_switch.training.checks import check_before_megatron, check_data, check_layout
+from megatron_switch.training.console import Console
+from megatron_switch.training.defaults import fill_defaults
+from megatron_switch.training.device import choose_device, look_around
+from megatron_switch.training.evaluation import EvaluationReporter
+from megatron_switch.training.megatron import (
+    begin_megatron,
+    build_process_groups,
+    install_writer,
+    validate,
+)
+from megatron_switch.training.metrics_file import MetricsFile, StepWriter
+from megatron_switch.training.model import model_config, resolve_dispatch, sparse_layers
+from megatron_switch.training.resume import find_what_to_load
+from megatron_switch.training.run_folder import RunFolder
+
+
+def train(argv: Sequence[str]) -> None:
+    """Train as the command line says; returns when training ends, or exits as Megatron does.
+
+    Args:
+        argv: Megatron's and our flags, without the program's name.
+
+    Raises:
+        SwitchError: Something cannot work; the message says what to change.
+    """
+    line = parse_command_line(argv)
+    device = choose_device(line.args.switch_device, look_around(os.environ))
+    with ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(cuda_on_cpu())
+        stack.enter_context(repaired_megatron())
+        _Run(line, device, list(argv)).start()
+
+
+class _Run:
+    """The run that a command line describes."""
+
+    def __init__(self, line: CommandLine, device: Literal["cuda", "cpu"], argv: list[str]) -> None:
+        self._args: Namespace = line.args
+        self._line = line
+        self._device = device
+        self._argv = argv
+        self._set_here = fill_defaults(line, device)
+        self._switch = resolve_dispatch(line.args, SwitchConfig.from_args(line.args), device)
+        self._folder = None
+        if self._switch.run_dir is not None:
+            self._folder = RunFolder(Path(self._switch.run_dir))
+
+    def start(self) -> None:
+        """Check everything, then train."""
+        args = self._args
+        notes = check_before_megatron(self._line, self._switch, self._device)
+        layout = check_layout(args, self._switch)
+        if self._folder is not None:
+            self._folder.apply(args, self._line.explicit)
+            self._switch = replace(self._switch, metrics_file=args.switch_metrics_file)
+        log_folder = None if self._folder is None else self._folder.log
+        with Console(log_folder, rank=args.rank) as console:
+            validate(args)
+            if self._folder is not None and args.rank == 0:
+                self._folder.claim(args)
+            begin_megatron(args)
+            check_data(args)
+            notes += find_what_to_load(args)
+            self._announce(console, layout, notes)
+            build_process_groups(args)
+            self._train()
+
+    def _announce(self, console: Console, layout: Layout, notes: tuple[str, ...]) -> None:
+        args = self._args
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if self._folder is not None and args.rank == 0:
+            self._folder.describe(args, self._argv, self._device)
+            table = table_as_csv(
+                layout, num_experts=args.num_experts, ranks_per_node=ranks_per_node
+            )
+            self._folder.rank_table.write_text(table, encoding="utf-8")
+        console.say(
+            banner(
+                args,
+                self._switch,
+                layout,
+                sparse_layers=sparse_layers(args),
+                device=self._device,
+                ranks_per_node=ranks_per_node,
+                set_here=self._set_here,
+            )
+        )
+        for note in notes:
+            console.say(note)
+
+    def _train(self) -> None:
+        args, switch = self._args, self._switch
+        writer = self._writer()
+        tracker = SwitchMetricsTracker(
+            sparse_layers(args),
+            args.num_experts or 1,
+            on_report=None if writer is None else writer.add_routing,
+            layer_interval=switch.metrics_interval,
+        )
+        set_moe_metrics_tracker(tracker)
+        keyed = bool(args.num_experts and (args.moe_input_jitter_eps or switch.expert_dropout))
+        forward_step = ForwardStep(seed=args.seed, keyed=keyed)
+        evaluation = EvaluationReporter(tracker, forward_step, writer)
+        container = pretrain_cfg_container_from_args(args, model_config(args, switch))
+        try:
+            pretrain(
+                container,
+                datasets_provider,
+                ModelType.encoder_or_decoder,
+                forward_step,
+                process_non_loss_data_func=evaluation.write,
+                non_loss_data_func=evaluation.collect,
+            )
+        finally:
+            if writer is not None:
+                writer.finish_iteration()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+    def _writer(self) -> StepWriter | None:
+        """Return the writer of the last rank, which is the one that Megatron logs from."""
+        args = self._args
+        if args.rank != args.world_size - 1:
+            return None
+        path = self._switch.metrics_file
+        writer = StepWriter(
+            install_writer(None),
+            None if path is None else MetricsFile(Path(path)),
+            tokens_per_iteration=args.global_batch_size * args.seq_length,
+            array_interval=self._switch.metrics_interval,
+        )
+        install_writer(writer)
+        return writer
