@@ -11,6 +11,7 @@ source it wraps (:mod:`megatron_switch.patching`). Where Transformer Engine or A
 Adam, which keeps one step per parameter group, the repairs of torch's Adam do nothing.
 """
 
+import importlib.util
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
@@ -223,9 +224,7 @@ def _save_with_local_queue(
 
 def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
     def compile_helpers() -> None:
-        try:
-            import megatron.core.datasets.helpers_cpp  # noqa: F401
-        except ImportError:  # a source checkout, which has the Makefile
-            original()
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()  # a source checkout, which has the Makefile
 
     return compile_helpers

@@ -1,5 +1,6 @@
 """What a command line of ``megatron-switch prepare`` asks for, checked before any file is read."""
 
+import re
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ TRAINED_TYPE = "SentencePieceTokenizer"
 """Megatron's name of the tokenizer that is trained here."""
 
 _MIB = 2**20
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -209,10 +211,9 @@ def _training_settings(args: Namespace) -> SentencePieceSettings | None:
 def _separator(args: Namespace) -> str | None:
     if args.document_separator is None:
         return None
-    separator: str = args.document_separator.replace("\\n", "\n").replace("\\t", "\t")
-    if not separator:
+    if not args.document_separator:
         raise ConfigError("--document-separator is empty; give the text between documents.")
-    return separator
+    return re.sub(r"\\([nrt\\])", lambda found: _ESCAPES[found[1]], args.document_separator)
 
 
 def _file_states(path: Path) -> list[list[object]]:

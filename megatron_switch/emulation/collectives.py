@@ -46,7 +46,7 @@ def gathering_unequal_sizes(original: _Collective) -> _Collective:
         copies = torch.cat([tensor] * len(tensor_list))  # one for every rank
         gathered = tensor.new_empty((sum(rows), *tensor.shape[1:]))
         dist.all_to_all_single(gathered, copies, rows, [len(tensor)] * len(rows), group)
-        for part, received in zip(tensor_list, gathered.split(rows), strict=True):
+        for part, received in zip(tensor_list, torch.split(gathered, rows), strict=True):
             part.copy_(received)
         return None
 

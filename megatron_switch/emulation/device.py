@@ -1,23 +1,9 @@
-"""The emulated CUDA device: tensors, random streams, streams and events on the CPU.
+"""The emulated CUDA device: what ``torch.cuda`` is asked about it, answered for the CPU.
 
-:class:`CudaOnCpu` is a ``TorchFunctionMode`` that sends everything addressed to a CUDA
-device to the CPU. What this emulation promises:
-
-* A tensor asked for on ``"cuda"`` (by name, by index, by ``.cuda()`` or ``.to``) is an
-  ordinary CPU tensor; ``Tensor.type()`` answers ``torch.cuda.*`` because Megatron keeps
-  its optimizer's parameters apart by that name. ``Tensor.device`` and ``Tensor.is_cuda``
-  stay truthful, so that torch's own code takes its CPU paths.
-* Streams and events run everything at once, in program order.
-* There are two random streams, as on a GPU machine: the CUDA generator's and the host's.
-
-**Random streams.** Operators such as dropout take no generator; they draw from the one
-that torch's CPU kernels use. Inside the emulation that one therefore *is* the emulated
-CUDA generator, and the host gets a generator of its own (:class:`RandomStreams`). Drawn
-from the host's: factories that name no CUDA device (``torch.randperm(5)``), and in-place
-draws on a tensor that such a factory made (``torch.empty(()).random_()``, the seed that
-every ``DataLoader`` iterator takes; Megatron's weights with ``--use-cpu-initialization``).
-The mark of a host tensor is not handed on by operators: what a host tensor is computed
-into, or wrapped into as a ``Parameter``, counts as the GPU's.
+Streams and events do everything at once, in program order; an event's time is the host's
+clock. Memory is that of this process, cores and total memory are the host's. What is not
+here (CUDA graphs, memory pools, profilers) is not emulated and fails as it does without a
+GPU.
 """
 
 import os
@@ -25,153 +11,14 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-_CPU = torch.device("cpu")
-_HOST_MARK = "_megatron_switch_host"
 _BYTES_PER_KIB = 1024
 _MS_PER_S = 1000.0
-
-
-def is_cuda(device: object) -> bool:
-    """Whether ``device`` (name, index or ``torch.device``) addresses a CUDA device."""
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, int)  # an index alone means the accelerator
-
-
-class RandomStreams:
-    """The emulated CUDA generator and the host's, kept apart.
-
-    Attributes:
-        cuda: torch's own CPU generator, from which every kernel draws.
-        host: A generator that continues the stream which ``cuda`` had before.
-    """
-
-    def __init__(self) -> None:
-        """Start both streams from the state of torch's CPU generator."""
-        self.cuda: torch.Generator = torch.default_generator
-        self.host = torch.Generator()
-        self.host.set_state(self.cuda.get_state())
-
-    @contextmanager
-    def drawing_from_host(self) -> Iterator[None]:
-        """Let kernels draw from the host's stream for the length of a block."""
-        cuda_state = self.cuda.get_state()
-        self.cuda.set_state(self.host.get_state())
-        try:
-            yield
-        finally:
-            self.host.set_state(self.cuda.get_state())
-            self.cuda.set_state(cuda_state)
-
-    def leave(self) -> None:
-        """Give torch's CPU generator the host's stream back."""
-        self.cuda.set_state(self.host.get_state())
-
-
-class CudaOnCpu(TorchFunctionMode):
-    """Sends what is addressed to a CUDA device to the CPU; see the module's text."""
-
-    def __init__(self, streams: RandomStreams) -> None:
-        """Draw from ``streams``."""
-        super().__init__()
-        self._streams = streams
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run ``func`` with CUDA devices replaced, from the right random stream."""
-        kwargs = kwargs or {}
-        on_cuda = "device" in kwargs and is_cuda(kwargs["device"])
-        if on_cuda:
-            kwargs = {**kwargs, "device": _CPU}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        answer = _ANSWERS.get(func)
-        if answer is not None:
-            return answer(func, args, kwargs)
-        if func in _FACTORIES:
-            return func(*args, **kwargs) if on_cuda else _marked(func(*args, **kwargs))
-        if func in _RANDOM_FACTORIES:
-            with self._stream(not on_cuda, kwargs):
-                made = func(*args, **kwargs)
-            return made if on_cuda else _marked(made)
-        if func in _IN_PLACE_DRAWS:
-            subject = args[0] if args else kwargs["tensor"]
-            with self._stream(hasattr(subject, _HOST_MARK), kwargs):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _stream(self, from_host: bool, kwargs: dict[str, Any]) -> Any:
-        if from_host and kwargs.get("generator") is None:
-            return self._streams.drawing_from_host()
-        return nullcontext()
-
-
-def _marked(made: Any) -> Any:
-    setattr(made, _HOST_MARK, True)
-    return made
-
-
-def _answer_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``.cuda()`` and ``.pin_memory()``: the tensor is there already, and is the GPU's now."""
-    return _unmarked(args[0])
-
-
-def _answer_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``.to(device, ...)`` with the device given by position."""
-    if len(args) > 1 and is_cuda(args[1]):
-        return _unmarked(func(args[0], _CPU, *args[2:], **kwargs))
-    return func(*args, **kwargs)
-
-
-def _answer_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``.type()`` names the CUDA type; ``.type(dtype)`` converts."""
-    if len(args) == 1 and not kwargs:
-        return func(*args).replace("torch.", "torch.cuda.", 1)
-    return func(*args, **kwargs)
-
-
-def _unmarked(tensor: Any) -> Any:
-    if hasattr(tensor, _HOST_MARK):
-        delattr(tensor, _HOST_MARK)
-    return tensor
-
-
-_ANSWERS: dict[Any, Callable[..., Any]] = {
-    Tensor.cuda: _answer_cuda,
-    Tensor.pin_memory: _answer_cuda,
-    Tensor.to: _answer_to,
-    Tensor.type: _answer_type,
-}
-_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor})
-_RANDOM_FACTORIES = frozenset({torch.rand, torch.randn, torch.randint, torch.randperm})
-_IN_PLACE_DRAWS = frozenset(
-    {
-        *(
-            getattr(Tensor, name)
-            for name in ["random_", "uniform_", "normal_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"]
-        ),
-        *(
-            getattr(torch.nn.init, name)
-            for name in ["uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "sparse_"]
-        ),
-    }
-)
 
 
 class Stream:
@@ -288,6 +135,14 @@ class Device:
 
     def is_available(self) -> bool:
         """No: torch's own code must take its CPU paths, because the tensors are on the CPU."""
+        return False
+
+    def is_initialized(self) -> bool:
+        """Yes: there is nothing to initialise."""
+        return True
+
+    def is_in_bad_fork(self) -> bool:
+        """No: a forked process can use the emulated device, whatever its parent touched."""
         return False
 
     def get_device_capability(self, device: object = None) -> tuple[int, int]:

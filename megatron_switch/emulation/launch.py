@@ -13,9 +13,9 @@ Guaranteed:
   when the parent dies the kernel ends them all.
 * The result is 0 only when every rank returned 0 or ``None``.
 
-Forking is safe while nothing has touched a GPU. A parent that has already used torch's
-thread pool hands a dead one to its children, so ranks get one thread each then, and
-otherwise their share of the cores.
+Forking is safe while nothing has touched a GPU. Ranks run on one thread each unless
+``OMP_NUM_THREADS`` says otherwise, as under ``torchrun``: a thread pool that the parent
+has used does not survive a fork, and ranks that wait for each other need no second one.
 """
 
 import ctypes
@@ -38,6 +38,7 @@ from typing import NoReturn
 
 import torch
 
+_SETTLE_S = 0.1  # until failures that happened at one moment have all been reported
 _GRACE_S = 10.0  # between asking a rank to end and killing it
 _POLL_S = 0.02
 _FAILED = 1
@@ -46,7 +47,6 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 _HEAVY_MODULES = (
     "megatron.training",
-    "megatron.training.training",
     "megatron.training.models.gpt",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -58,6 +58,8 @@ _HEAVY_MODULES = (
 
 def launch(num_ranks: int, target: Callable[[], int | None]) -> int:
     """Run ``target`` on ``num_ranks`` forked ranks of this host and wait for all of them.
+
+    Call it from the main thread, which alone may receive signals.
 
     Args:
         num_ranks: Ranks to start, at least 1.
@@ -71,15 +73,11 @@ def launch(num_ranks: int, target: Callable[[], int | None]) -> int:
     """
     assert num_ranks >= 1, f"{num_ranks} ranks"
     import_megatron()
-    threads = _threads_per_rank(num_ranks)
-    port = _free_port()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="switch-launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="switch-launch-") as folder, _free_port() as port:
         ranks = _Ranks(Path(folder))
         with ranks.signals_forwarded():
             for rank in range(num_ranks):
-                ranks.start(_Rank(rank, num_ranks, port, threads), target)
+                ranks.start(_Rank(rank, num_ranks, port, Path(folder)), target)
             return ranks.wait()
 
 
@@ -96,7 +94,7 @@ class _Rank:
     rank: int
     num_ranks: int
     port: int
-    threads: int
+    folder: Path
 
     def environment(self) -> dict[str, str]:
         return {
@@ -108,15 +106,32 @@ class _Rank:
             "MASTER_PORT": str(self.port),
         }
 
+    @property
+    def report(self) -> Path:
+        """File in which this rank explains why it failed."""
+        return self.folder / f"rank-{self.rank}.txt"
+
 
 @dataclass(frozen=True)
-class _Ended:
-    """How one rank ended; ``time_ns`` orders ranks that ended within one poll."""
+class _Failure:
+    """How one rank failed, and when, in nanoseconds."""
 
-    rank: int
     code: int
     time_ns: int
-    report: str
+    text: str
+
+    @classmethod
+    def of(cls, rank: _Rank, code: int) -> "_Failure":
+        if code < 0:
+            name = signal.Signals(-code).name
+            return cls(_SIGNALLED - code, time.time_ns(), f"rank {rank.rank} was ended by {name}")
+        if not rank.report.exists():
+            return cls(code, time.time_ns(), f"rank {rank.rank} exited with code {code}")
+        return cls(code, rank.report.stat().st_mtime_ns, rank.report.read_text())
+
+    @property
+    def last_line(self) -> str:
+        return self.text.rstrip().splitlines()[-1]
 
 
 class _Ranks:
@@ -124,36 +139,48 @@ class _Ranks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._running: dict[int, int] = {}  # process id -> rank
+        self._running: dict[int, _Rank] = {}  # by process id
 
     def start(self, rank: _Rank, target: Callable[[], int | None]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A signal between the fork and the child's first lines would run the parent's handler.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+        parent = os.getpid()
         with warnings.catch_warnings():
-            # Python warns of threads that are not there in the child; see the module's text.
+            # Python warns of threads that the child does not have; see the module's text.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded")
             pid = os.fork()
         if pid == 0:
-            _become(rank, self._report_of(rank.rank), target)
-        self._running[pid] = rank.rank
+            _become(rank, parent, target)
+        self._running[pid] = rank
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
     def wait(self) -> int:
         """Wait for all ranks, ending the rest as soon as one fails; return the exit code."""
-        first: _Ended | None = None
-        deadline_s = float("inf")
-        while self._running:
-            for ended in self._reap():
-                if ended.code == 0:
-                    continue
-                if first is None:
-                    first = ended
-                    print(ended.report, file=sys.stderr, flush=True)
-                    deadline_s = time.monotonic() + _GRACE_S
-                    self._signal(signal.SIGTERM)
-                elif ended.code != _SIGNALLED + signal.SIGTERM:
-                    print(ended.report.rstrip().splitlines()[-1], file=sys.stderr, flush=True)
-            if time.monotonic() > deadline_s:
-                self._signal(signal.SIGKILL)
+        failures: list[_Failure] = []
+        while self._running and not failures:
             time.sleep(_POLL_S)
-        return 0 if first is None else first.code
+            failures += self._failed()
+        if not failures:
+            return 0
+        time.sleep(_SETTLE_S)
+        failures += self._failed()
+        failures.sort(key=lambda failure: failure.time_ns)
+        print(failures[0].text, file=sys.stderr, flush=True)
+        self._end_the_rest(failures)
+        for failure in failures[1:]:
+            if failure.code != _SIGNALLED + signal.SIGTERM:
+                print(failure.last_line, file=sys.stderr, flush=True)
+        return failures[0].code
+
+    def _end_the_rest(self, failures: list[_Failure]) -> None:
+        self._signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + _GRACE_S
+        while self._running and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+            failures += self._failed()
+        self._signal(signal.SIGKILL)
 
     @contextmanager
     def signals_forwarded(self) -> Iterator[None]:
@@ -166,57 +193,61 @@ class _Ranks:
         try:
             yield
         finally:
-            self._signal(signal.SIGKILL)  # only after an exception here do any still run
+            self._signal(signal.SIGKILL)  # after an exception here, some may still run
+            for pid in self._running:
+                os.waitpid(pid, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _reap(self) -> list[_Ended]:
-        ended = []
+    def _failed(self) -> list[_Failure]:
+        """Forget the ranks that have ended; return those of them that failed."""
+        failures = []
         for pid, rank in list(self._running.items()):
-            reaped, status = os.waitpid(pid, os.WNOHANG)
-            if reaped:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 del self._running[pid]
-                ended.append(self._ended(rank, os.waitstatus_to_exitcode(status)))
-        return sorted(ended, key=lambda each: each.time_ns)
-
-    def _ended(self, rank: int, code: int) -> _Ended:
-        report = self._report_of(rank)
-        if code < 0:
-            name = signal.Signals(-code).name
-            return _Ended(rank, _SIGNALLED - code, 0, f"rank {rank} was ended by {name}")
-        if not report.exists():
-            return _Ended(rank, code, time.time_ns(), f"rank {rank} exited with code {code}")
-        return _Ended(rank, code, report.stat().st_mtime_ns, report.read_text())
+                if status != 0:
+                    failures.append(_Failure.of(rank, os.waitstatus_to_exitcode(status)))
+        return failures
 
     def _signal(self, number: int) -> None:
         for pid in list(self._running):
             os.kill(pid, number)
 
-    def _report_of(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.txt"
 
-
-def _become(rank: _Rank, report: Path, target: Callable[[], int | None]) -> NoReturn:
+def _become(rank: _Rank, parent: int, target: Callable[[], int | None]) -> NoReturn:
     """Turn this forked process into a rank; never return to the parent's code."""
     code = _FAILED
     try:
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        os.setpgid(0, 0)  # a terminal's Ctrl-C then arrives once, through the parent
-        for number in _FORWARDED:
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _leave_parent(parent)
         faulthandler.enable()
         os.environ.update(rank.environment())
-        torch.set_num_threads(rank.threads)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         code = target() or 0
     except SystemExit as exit_:
         code = _exit_code(exit_)
+    except KeyboardInterrupt:
+        code = _SIGNALLED + signal.SIGINT
+        rank.report.write_text(f"rank {rank.rank} was interrupted")
     except BaseException:
-        report.write_text(f"rank {rank.rank} of {rank.num_ranks} failed:\n{traceback.format_exc()}")
+        rank.report.write_text(
+            f"rank {rank.rank} of {rank.num_ranks} failed:\n{traceback.format_exc()}"
+        )
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _leave_parent(parent: int) -> None:
+    """Have signals of one's own, and end with the parent."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(_FAILED)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C then arrives once, through the parent
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
 def _exit_code(exit_: SystemExit) -> int:
@@ -226,13 +257,12 @@ def _exit_code(exit_: SystemExit) -> int:
     return _FAILED
 
 
-def _threads_per_rank(num_ranks: int) -> int:
-    if len(os.listdir("/proc/self/task")) > 1:
-        return 1
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """A port that stays ours until the first rank listens on it, seconds from now."""
+    with socket.socket() as holder:
+        # Both bind with SO_REUSEADDR and only the rank listens: Linux allows that, and gives
+        # the port to nobody who asks for just any.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])

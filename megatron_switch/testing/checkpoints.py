@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_switch.checkpoint.contents import COMMON_STATE_KEY, read_index
-
-TRACKER = "latest_checkpointed_iteration.txt"
+from megatron_switch.checkpoint.files import TRACKER
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 _TIMEOUT = timedelta(seconds=100)
+_start_processes: Callable[..., object] = start_processes
 
 
 def run_ranks(worker: Callable[..., None], world_size: int, *args: object) -> None:
@@ -36,7 +37,7 @@ def run_ranks(worker: Callable[..., None], world_size: int, *args: object) -> No
     """
     with tempfile.TemporaryDirectory(prefix="switch-ranks-") as folder:
         store = Path(folder) / "store"
-        mp.start_processes(
+        _start_processes(
             _enter_rank, (world_size, store, worker, args), nprocs=world_size, start_method="fork"
         )
 

@@ -4,6 +4,7 @@ Megatron's own entry does all of this in one function, which leaves no room for 
 parsing, validation and the first process group. Its bare assertions become errors here.
 """
 
+import linecache
 import os
 from argparse import Namespace
 from datetime import timedelta
@@ -64,8 +65,11 @@ def build_process_groups(args: Namespace) -> None:
     """Initialise ``torch.distributed`` and all groups; ``pretrain`` then finds them and goes on."""
     if not torch.distributed.is_initialized():
         torch.cuda.set_device(args.local_rank)
+        # A single rank meets nobody, so it needs no launcher to say where.
+        alone = torch.distributed.HashStore() if args.world_size == 1 else None
         torch.distributed.init_process_group(
             backend=args.distributed_backend,
+            store=alone,
             world_size=args.world_size,
             rank=args.rank,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -89,4 +93,4 @@ def _source_of(error: BaseException) -> str:
         trace = trace.tb_next
     if trace is None:
         return repr(error)
-    return f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
+    return linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()

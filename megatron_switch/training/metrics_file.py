@@ -17,7 +17,7 @@ from typing import Any
 from megatron_switch.atomic import renamed_into_place
 from megatron_switch.moe.statistics import RoutingReport
 
-SCHEMA = "megatron-switch.metrics/1"
+SCHEMA = "megatron-switch/metrics/1"
 _NAMES = {"lm loss": "lm_loss", "grad-norm": "grad_norm", "learning-rate": "learning_rate"}
 _VALIDATION_LOSS = "lm loss validation"
 

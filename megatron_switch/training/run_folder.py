@@ -31,7 +31,7 @@ from megatron_switch.atomic import renamed_into_place
 from megatron_switch.checkpoint.files import has_checkpoint
 from megatron_switch.errors import ConfigError
 
-SCHEMA = "megatron-switch.run/1"
+SCHEMA = "megatron-switch/run/1"
 COMMAND_VARIABLE = "MEGATRON_SWITCH_COMMAND"
 """Environment variable in which a launcher leaves its own command line for ``resume.sh``."""
 
@@ -49,6 +49,7 @@ _IDENTITY = (
     "seq_length",
 )
 _OWN_NAMES = frozenset({"checkpoints", "tensorboard", "log", "metrics.jsonl", "ranks.csv"})
+_SAVE_INTERVAL = 1000
 _PACKAGES = ("megatron-core", "torch", "transformer-engine", "apex", "triton", "numpy")
 
 
@@ -78,11 +79,13 @@ class RunFolder:
             args: Parsed arguments, changed in place.
             explicit: Attributes whose flag stood on the command line.
         """
-        places = {
+        places: dict[str, object] = {
             "save": str(self.checkpoints),
             "tensorboard_dir": str(self.tensorboard),
             "switch_metrics_file": str(self.metrics),
         }
+        if args.save_interval is None:
+            places["save_interval"] = _SAVE_INTERVAL
         if has_checkpoint(self.checkpoints):
             places["load"] = str(self.checkpoints)
         for name, place in places.items():

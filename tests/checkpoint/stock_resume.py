@@ -1,10 +1,12 @@
-"""Stock Megatron layers, saved, resumed and left uninterrupted: the harness of these tests.
+"""Stock Megatron layers, trained in one go and in two: the harness of the resume tests.
 
-The model, data and loop are those of the emulation's own harness. Added here: the repairs
-under test, and the mark that our experts carry from construction in every layout.
+Model, data and loop are those of the emulation's own harness. Added here are the repairs
+under test, and the mark that this package's experts carry from construction in every
+layout, without which no layout with experts can resume in another.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from emulation import stock_pretrain
@@ -13,20 +15,22 @@ from megatron_switch.emulation import cuda_on_cpu, launch
 from megatron_switch.patching import Patch, applied
 from megatron_switch.repairs import repaired_megatron
 
-SAVED, LAST = 3, 5
-"""Iterations at which a run is interrupted and at which it ends."""
+
+def train(num_ranks: int, flags: str) -> None:
+    """Train on forked ranks, and fail when one of them does."""
+    code = launch(num_ranks, lambda: _train_rank(flags))
+    assert code == 0, f"training with {flags} ended with exit code {code}"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Ranks and the flags that arrange them."""
+def _train_rank(flags: str) -> None:
+    with cuda_on_cpu(), repaired_megatron(), applied([_MARKED_EXPERTS]):
+        stock_pretrain._pretrain(f"{stock_pretrain.MOE_FLAGS} {flags}", losses=[])
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
-    ranks: int
-    flags: str
 
-
-def _mark_experts(original):
-    def __init__(self, *args, **kwargs):
+def _mark(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for parameter in self.parameters():
             parameter.allreduce = False
@@ -36,21 +40,7 @@ def _mark_experts(original):
 
 _MARKED_EXPERTS = Patch(
     "megatron.core.transformer.moe.experts:SequentialMLP.__init__",
-    "the optimizer of experts must not depend on the layout",
-    wrapper=_mark_experts,
+    "the optimizer of experts must be the same one in every layout",
+    wrapper=_mark,
     sha256=("f9520768aecf779fd2851e5d4a7f7f8b71cd1c10b0bcc78cd01505c254c11acc",),
 )
-
-
-def train(layout: Layout, flags: str) -> None:
-    """Train on forked ranks and fail when they do."""
-    command = f"{layout.flags} {flags}"
-    code = launch(layout.ranks, lambda: _train_rank(command))
-    assert code == 0, f"training with {command} ended with exit code {code}"
-
-
-def _train_rank(flags: str) -> None:
-    with cuda_on_cpu(), repaired_megatron(), applied([_MARKED_EXPERTS]):
-        stock_pretrain._pretrain(flags, losses=[])
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()

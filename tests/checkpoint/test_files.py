@@ -33,10 +33,6 @@ def cut(folder: Path, iteration: int) -> None:
     (folder / f"iter_{iteration:07d}" / "metadata.json").unlink()
 
 
-def test_the_tracker_of_the_test_helper_is_megatrons():
-    assert files.TRACKER == checkpoints.TRACKER
-
-
 def test_the_named_iteration_is_taken_without_a_word(tmp_path):
     save(tmp_path, 3, 6)
     assert find_checkpoint(tmp_path) == FoundCheckpoint(tmp_path / "iter_0000006", 6)

@@ -53,3 +53,29 @@ def folder(tmp_path: Path) -> Path:
     (root / "b" / "d.py").write_text("def f(x):\n    return x  # 日本\n")
     (root / "empty.txt").touch()
     return root
+
+
+@pytest.fixture
+def texts(make_text):
+    return [make_text(9, seed=str(index)) + "\tä…\r\n" * index for index in range(8)]
+
+
+@pytest.fixture
+def source(tmp_path, texts):
+    """A folder with one text file for every text, in their order."""
+    (tmp_path / "text").mkdir()
+    for index, text in enumerate(texts):
+        (tmp_path / "text" / f"{index}.txt").write_bytes(text.encode())
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def command(parse, tmp_path, source):
+    """Return a function to the command that trains a tokenizer and prepares the folder."""
+    fixed = ("--output", tmp_path / "out", "--vocab-size", 300, "--workers", 1)
+    return lambda *words: parse(source, *fixed, *words)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"

@@ -1,26 +1,29 @@
-"""Stock Megatron GPT through unmodified ``pretrain`` on mock data: the harness of these tests.
+"""Stock Megatron GPT through unmodified ``pretrain`` on made-up data: the harness of these tests.
 
-Of this package only the emulation under test takes part. Two things that stock Megatron
-lacks without Transformer Engine, on any device, come in through supported seams: a norm
-that works with sequence parallel (the layer spec), and weights that do not depend on the
-layout (a hook before DDP), without which layouts could not be compared.
+Of this package only the emulation under test takes part, and the repairs that any device needs.
+Two things come in through supported seams: a norm that works with sequence parallelism, which
+stock Megatron lacks without Transformer Engine on any device (the layer spec), and weights that
+do not depend on the layout, without which layouts could not be compared (a hook before DDP).
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
+import random
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from megatron_switch.emulation import cuda_on_cpu, launch
-from megatron_switch.patching import Patch, applied
+from megatron_switch.repairs import repaired_megatron
 
 BASE_FLAGS = """
     --distributed-backend gloo --transformer-impl local --no-persist-layer-norm
@@ -40,50 +43,51 @@ MOE_FLAGS = """
 """
 
 
-@dataclass(frozen=True)
-class RankRecord:
-    """What one rank reports."""
+@dataclass
+class Record:
+    """What one rank notes; the lists have one entry for each micro-batch on the last stage."""
 
-    losses: list[float]  # mean lm loss of each micro-batch, on the last pipeline stage
-    random_states: dict[str, str]  # digest of every random state at the end
+    losses: list[float] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
+    random_states: dict[str, str] = field(default_factory=dict)  # digests, at the end
 
 
-def losses_of(records: list[RankRecord], num_iterations: int) -> list[float]:
+def losses_of(records: list[Record], num_iterations: int = 3) -> list[float]:
     """Mean lm loss of each iteration, over micro-batches and ranks of the last stage."""
     losses_RN = torch.tensor([record.losses for record in records if record.losses])
     per_rank_RI = losses_RN.reshape(len(losses_RN), num_iterations, -1).mean(dim=-1)
     return per_rank_RI.mean(dim=0).tolist()
 
 
-def train(num_ranks: int, flags: str, folder: Path) -> list[RankRecord]:
-    """Train on forked ranks; records in rank order."""
+def train(num_ranks: int, flags: str, folder: Path) -> list[Record]:
+    """Train on forked ranks; return their records in rank order."""
     code = launch(num_ranks, lambda: train_rank(flags, folder))
     assert code == 0, f"training with {flags} ended with exit code {code}"
     return read_records(num_ranks, folder)
 
 
-def read_records(num_ranks: int, folder: Path) -> list[RankRecord]:
-    """Records that the ranks left in ``folder``, in rank order."""
+def read_records(num_ranks: int, folder: Path) -> list[Record]:
+    """Records that ranks left in ``folder``, in rank order."""
     texts = [(folder / f"rank-{rank}.json").read_text() for rank in range(num_ranks)]
-    return [RankRecord(**json.loads(text)) for text in texts]
+    return [Record(**json.loads(text)) for text in texts]
 
 
 def train_rank(flags: str, folder: Path) -> None:
     """Train on this rank, inside the emulation, and leave a record in ``folder``."""
-    losses: list[float] = []
-    with cuda_on_cpu(), applied([_NO_COMPILATION]):
-        _pretrain(flags, losses)
-        record = RankRecord(losses, _random_states())
+    record = Record()
+    with cuda_on_cpu(), repaired_megatron():
+        pretrain(flags, record)
+        record.random_states = _random_states()
         rank = torch.distributed.get_rank()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     (folder / f"rank-{rank}.json").write_text(json.dumps(dataclasses.asdict(record)))
 
 
-def _pretrain(flags: str, losses: list[float]) -> None:
+def pretrain(flags: str, record: Record) -> None:
+    """Parse the base flags and ``flags``, and call Megatron's ``pretrain``."""
     from megatron.core.enums import ModelType
-    from megatron.core.utils import get_attr_wrapped_model
-    from megatron.training import pretrain
+    from megatron.training import pretrain as megatron_pretrain
     from megatron.training.argument_utils import (
         gpt_config_from_args,
         pretrain_cfg_container_from_args,
@@ -95,69 +99,62 @@ def _pretrain(flags: str, losses: list[float]) -> None:
     model = gpt_config_from_args(args)
     model.transformer_layer_spec = _layer_spec
     model.pre_wrap_hooks = [_set_weights_by_name]
+    megatron_pretrain(
+        pretrain_cfg_container_from_args(args, model),
+        functools.partial(_datasets, args),
+        ModelType.encoder_or_decoder,
+        functools.partial(_forward_step, args, record),
+    )
 
-    def forward_step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        batch = _batch(args, data, get_attr_wrapped_model(model, "vp_stage"))
-        loss_BS = model(
-            batch["tokens"],
-            batch["position_ids"],
-            batch["attention_mask"],
-            labels=batch["labels"],
+
+class _Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sample ``i`` is drawn from a generator with seed ``i``."""
+
+    def __init__(self, num_samples: int, args: Namespace) -> None:
+        self._num_samples, self._length, self._vocabulary = (
+            num_samples,
+            args.seq_length,
+            args.vocab_size,
         )
 
-        def loss_of_batch(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total = (loss_BS.float() * batch["loss_mask"]).sum()
-            num_tokens = batch["loss_mask"].sum().to(torch.int)
-            losses.append((total / num_tokens).item())
-            return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens])}
+    def __len__(self) -> int:
+        return self._num_samples
 
-        return loss_BS, loss_of_batch
-
-    container = pretrain_cfg_container_from_args(args, model)
-    pretrain(container, _datasets, ModelType.encoder_or_decoder, forward_step)
-
-
-def _datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-    from megatron.training import get_args, get_tokenizer
-
-    args = get_args()
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        split="90,5,5",
-        tokenizer=get_tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        mid_level_dataset_surplus=0.005,
-    )
-    return BlendedMegatronDatasetBuilder(
-        MockGPTDataset, num_samples, lambda: _holds_data(vp_stage), config
-    ).build()
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        draw = numpy.random.default_rng(int(index))
+        tokens = torch.from_numpy(draw.integers(self._vocabulary, size=self._length + 1))
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(self._length),
+            "position_ids": torch.arange(self._length),
+            "attention_mask": torch.ones(1, self._length, self._length).tril() < 0.5,
+        }
 
 
-_datasets.is_distributed = True  # every rank takes part in building, as in Megatron's own script
+def _datasets(args: Namespace, num_samples: list[int], vp_stage: int | None = None) -> Any:
+    return [_Samples(number, args) if number else None for number in num_samples]
 
 
-def _ends_of_pipeline(vp_stage: int | None) -> tuple[bool, bool]:
-    """Whether this rank's chunk ``vp_stage`` is the first, and the last, of the model."""
-    from megatron.core import parallel_state
+def _forward_step(
+    args: Namespace, record: Record, data: Iterator[Any], model: Any
+) -> tuple[Tensor, Any]:
+    from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-    ignore_virtual = vp_stage is None
-    return (
-        parallel_state.is_pipeline_first_stage(ignore_virtual, vp_stage),
-        parallel_state.is_pipeline_last_stage(ignore_virtual, vp_stage),
+    batch = _batch(args, data, get_attr_wrapped_model(model, "vp_stage"))
+    loss_BS = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
     )
 
+    def loss_of_batch(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total = (loss_BS.float() * batch["loss_mask"]).sum()
+        num_tokens = batch["loss_mask"].sum().to(torch.int)
+        record.losses.append((total / num_tokens).item())
+        scale = get_model_config(model).grad_scale_func
+        record.loss_scales.append(scale(torch.ones(1)).item())
+        return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens])}
 
-def _holds_data(vp_stage: int | None) -> bool:
-    from megatron.core.parallel_state import get_tensor_model_parallel_rank
-
-    return any(_ends_of_pipeline(vp_stage)) and get_tensor_model_parallel_rank() == 0
+    return loss_BS, loss_of_batch
 
 
 def _batch(args: Namespace, data: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
@@ -165,12 +162,15 @@ def _batch(args: Namespace, data: Iterator[Any], vp_stage: int | None) -> dict[s
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_tp_rank
 
-    first, last = _ends_of_pipeline(vp_stage)
+    ignore_virtual = vp_stage is None
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual, vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual, vp_stage)
     if not (first or last):
         keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
         return dict.fromkeys(keys)
     batch = {}
-    if _holds_data(vp_stage):
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
         batch = {key: value.cuda(non_blocking=True) for key, value in next(data).items()}
     return get_batch_on_this_tp_rank(
         batch,
@@ -180,7 +180,7 @@ def _batch(args: Namespace, data: Iterator[Any], vp_stage: int | None) -> dict[s
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
         broadcast_group=parallel_state.get_tensor_model_parallel_group(),
         cp_size=1,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
@@ -211,8 +211,6 @@ def _layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 def _with_norm(spec: Any) -> Any:
     """A copy of ``spec`` in which every torch norm is :class:`_Norm`."""
-    import functools
-
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if spec is WrappedTorchNorm:
@@ -220,14 +218,13 @@ def _with_norm(spec: Any) -> Any:
     if isinstance(spec, list):
         return [_with_norm(each) for each in spec]
     if isinstance(spec, functools.partial):
-        return functools.partial(
-            spec.func, **{name: _with_norm(value) for name, value in spec.keywords.items()}
-        )
+        keywords = {name: _with_norm(value) for name, value in spec.keywords.items()}
+        return functools.partial(spec.func, **keywords)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        changes = {
-            each.name: _with_norm(getattr(spec, each.name)) for each in dataclasses.fields(spec)
-        }
-        return dataclasses.replace(spec, **changes)
+        names = [each.name for each in dataclasses.fields(spec)]
+        return dataclasses.replace(
+            spec, **{name: _with_norm(getattr(spec, name)) for name in names}
+        )
     return spec
 
 
@@ -261,9 +258,6 @@ def _set_weight(sharded: Any) -> None:
 
 
 def _random_states() -> dict[str, str]:
-    import random
-
-    import numpy
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states = {
@@ -275,15 +269,6 @@ def _random_states() -> dict[str, str]:
     for name, state in get_cuda_rng_tracker().get_states().items():
         states[name] = state.numpy().tobytes()
     return {name: hashlib.sha256(state).hexdigest() for name, state in states.items()}
-
-
-# The wheel ships the compiled helper without its Makefile; a repair that any device needs.
-_NO_COMPILATION = Patch(
-    "megatron.core.datasets.utils:compile_helpers",
-    "the wheel has no Makefile",
-    lambda: None,
-    sha256=("84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63",),
-)
 
 
 if __name__ == "__main__":

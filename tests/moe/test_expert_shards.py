@@ -1,4 +1,4 @@
-"""Checkpoints of our experts and of Megatron's are one format, in every layout, moments included."""
+"""Checkpoints of our experts and of Megatron's are one format, moments included."""
 
 import pytest
 import torch
@@ -18,9 +18,10 @@ from megatron_switch.testing.ranks import run_ranks
 
 PREFIX = "decoder.layers.mlp.experts."
 STACKED = ((0, 1, 3),)
+"""Second of three stacked layers: (dim, index, number of parts)."""
+ALL_LAYERS = ((0, 0, 1),)
 MOVES = [
     (Layout(1), Layout(2, ep=2)),
-    (Layout(2, tp=2, etp=2), Layout(2, ep=2)),
     (Layout(4, tp=2, ep=2, etp=2), Layout(1)),
     (Layout(2, ep=2), Layout(4, ep=2, etp=2)),
 ]
@@ -59,41 +60,45 @@ def sharded(experts, offsets, metadata=None):
     return experts.sharded_state_dict(PREFIX, sharded_offsets=offsets, metadata=metadata)
 
 
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move[0]} to {move[1]}")
-def test_checkpoints_move_both_ways_between_layouts(tmp_path, move, gated):
+def test_checkpoints_move_both_ways_between_layouts(tmp_path, move):
     source, target = move
-    folders = [tmp_path / "ours", tmp_path / "theirs"]
-    for folder in folders:
-        folder.mkdir()
-    run_ranks(_save, source.world, source, gated, folders)
-    run_ranks(_load, target.world, target, gated, folders)
+    run_ranks(_save, source.world, source, tmp_path)
+    run_ranks(_load, target.world, target, tmp_path)
 
 
-def _save(rank, layout, gated, folders):
+def cases(folder, builders):
+    """Yield a builder, a folder and a problem, for both sorts of fc1."""
+    for gated in (False, True):
+        problem = Problem.draw(1, capacity=1, gated=gated)
+        for written_by, build in zip(("ours", "theirs"), builders, strict=True):
+            path = folder / f"{written_by}-{gated}"
+            path.mkdir(exist_ok=True)
+            yield build, str(path), problem
+
+
+def _save(rank, layout, folder):
     with repaired_megatron(), cuda_on_cpu():
         part = Part(layout, start_groups(layout))
-        problem = Problem.draw(1, capacity=1, gated=gated)
-        for build, folder in zip((our_experts, megatron_experts), folders, strict=True):
+        for build, path, problem in cases(folder, (our_experts, megatron_experts)):
             experts = build(part, problem)
-            model = sharded(experts, STACKED)
-            state = {"model": model, "moments": moments_of(experts, sharded(experts, STACKED))}
-            dist_checkpointing.save(state, str(folder))
+            model = sharded(experts, ALL_LAYERS)
+            state = {"model": model, "moments": moments_of(experts, sharded(experts, ALL_LAYERS))}
+            dist_checkpointing.save(state, path)
 
 
-def _load(rank, layout, gated, folders):
+def _load(rank, layout, folder):
     with repaired_megatron(), cuda_on_cpu():
         part = Part(layout, start_groups(layout))
-        problem = Problem.draw(1, capacity=1, gated=gated)
-        for build, folder in zip((megatron_experts, our_experts), folders, strict=True):
+        for build, path, problem in cases(folder, (megatron_experts, our_experts)):
             expected = build(part, problem)
             experts = build(part, problem)
             with torch.no_grad():
                 for parameter in experts.parameters():
                     parameter.zero_()
-            moments = moments_of(experts, sharded(experts, STACKED))
-            state = {"model": sharded(experts, STACKED), "moments": moments}
-            state = dist_checkpointing.load(state, str(folder))
+            moments = moments_of(experts, sharded(experts, ALL_LAYERS))
+            state = {"model": sharded(experts, ALL_LAYERS), "moments": moments}
+            state = dist_checkpointing.load(state, path)
             model = {key.removeprefix(PREFIX): value for key, value in state["model"].items()}
             experts.load_state_dict(model, strict=True)
             pairs = zip(experts.parameters(), expected.parameters(), strict=True)
@@ -102,26 +107,27 @@ def _load(rank, layout, gated, folders):
                 assert torch.equal(state["moments"][str(index)].view_as(wanted), wanted * 2.0)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    "metadata", [None, {"singleton_local_shards": True}], ids=["", "singleton"]
-)
-@pytest.mark.parametrize("offsets", [(), STACKED], ids=["alone", "stacked"])
-def test_keys_shapes_and_replicas_are_megatrons(offsets, metadata, gated):
+def test_keys_shapes_and_replicas_are_megatrons():
+    run_ranks(_check_same_entries, 4)
+
+
+def _check_same_entries(rank):
     layout = Layout(4, tp=2, etp=2)
-    run_ranks(_check_same_entries, layout.world, layout, offsets, metadata, gated)
-
-
-def _check_same_entries(rank, layout, offsets, metadata, gated):
     part = Part(layout, start_groups(layout))
-    problem = Problem.draw(1, capacity=1, gated=gated)
-    metadata = metadata and {**metadata, "dp_cp_group": part.groups.dp_cp}
-    ours, theirs = (
-        _entries(sharded(build(part, problem), offsets, metadata))
-        for build in (our_experts, megatron_experts)
-    )
-    assert ours == theirs
-    assert len(ours) == E * 2 * 2 + E * gated
+    for gated in (False, True):
+        problem = Problem.draw(1, capacity=1, gated=gated)
+        for offsets in ((), STACKED):
+            for separate_keys in (False, True):
+                metadata = {
+                    "singleton_local_shards": separate_keys,
+                    "dp_cp_group": part.groups.dp_cp,
+                }
+                ours, theirs = (
+                    _entries(sharded(build(part, problem), offsets, metadata))
+                    for build in (our_experts, megatron_experts)
+                )
+                assert ours == theirs
+                assert len(ours) == E * 2 * 2 + E * gated  # two tensors, two objects; gate and rest
 
 
 def _entries(state):
@@ -134,8 +140,15 @@ def _entries(state):
                 visit(part)
         elif isinstance(value, ShardedTensor):
             entries.add(
-                (value.key, value.global_shape, value.global_offset, value.local_shape)
-                + (value.axis_fragmentations, value.replica_id, value.prepend_axis_num)
+                (
+                    value.key,
+                    value.global_shape,
+                    value.global_offset,
+                    value.local_shape,
+                    value.axis_fragmentations,
+                    value.replica_id,
+                    value.prepend_axis_num,
+                )
             )
         elif isinstance(value, ShardedObject):
             assert value.data is None

@@ -1,4 +1,4 @@
-"""Our experts compute what Megatron's do, are marked for its optimizers, and are chosen by device."""
+"""Our experts compute what Megatron's do and are marked for its optimizers as its own are."""
 
 import functools
 

@@ -1,0 +1,172 @@
+"""What is addressed to a CUDA device goes to the CPU, and draws from the right random stream.
+
+**Devices.** A tensor asked for on ``"cuda"`` (by name, by index, by ``.cuda()`` or
+``.to``) is an ordinary CPU tensor. ``Tensor.type()`` answers ``torch.cuda.*``, because
+Megatron keeps its optimizer's parameters apart by that name. ``Tensor.device`` and
+``Tensor.is_cuda`` stay truthful, so that torch's own code takes its CPU paths.
+
+**Random streams.** A GPU machine has two: the CUDA generator's and the host's. Operators
+such as dropout take no generator; they draw from the one that torch's CPU kernels use.
+Inside the emulation that one therefore *is* the emulated CUDA generator, and the host gets
+a generator of its own (:class:`RandomStreams`). Drawn from the host's are factories that
+name no CUDA device (``torch.randperm(5)``), and in-place draws on a tensor that such a
+factory made (``torch.empty(()).random_()``, the seed that every ``DataLoader`` iterator
+takes; a weight that is initialised on the CPU). Operators do not hand this mark on: what
+is computed from a host tensor, or wrapped around it as a ``Parameter``, counts as the GPU's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_Func = Callable[..., Any]
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+_CPU = torch.device("cpu")
+_mode_stack: Callable[[], list[object]] = torch.overrides._get_current_function_mode_stack
+
+
+def is_cuda(device: object) -> bool:
+    """Whether ``device`` (name, index or ``torch.device``) addresses a CUDA device."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int)  # an index alone means the accelerator
+
+
+class RandomStreams:
+    """The emulated CUDA generator and the host's, kept apart.
+
+    Attributes:
+        cuda: torch's own CPU generator, from which every kernel draws.
+        host: A generator that continues the stream which ``cuda`` had before.
+    """
+
+    def __init__(self) -> None:
+        """Start both streams from the state of torch's CPU generator."""
+        self.cuda: torch.Generator = torch.default_generator
+        self.host = torch.Generator()
+        self.host.set_state(self.cuda.get_state())
+
+    @contextmanager
+    def drawing_from_host(self) -> Iterator[None]:
+        """Let kernels draw from the host's stream for the length of a block."""
+        cuda_state = self.cuda.get_state()
+        self.cuda.set_state(self.host.get_state())
+        try:
+            yield
+        finally:
+            self.host.set_state(self.cuda.get_state())
+            self.cuda.set_state(cuda_state)
+
+    def leave(self) -> None:
+        """Give torch's CPU generator the host's stream back."""
+        self.cuda.set_state(self.host.get_state())
+
+
+class CudaOnCpu(TorchFunctionMode):
+    """Answers calls that name a CUDA device, or draw random numbers; see the module's text."""
+
+    def __init__(self, streams: RandomStreams) -> None:
+        """Draw from ``streams``."""
+        super().__init__()
+        self._streams = streams
+        self._host_tensors = WeakTensorKeyDictionary()
+
+    def is_active(self) -> bool:
+        """Whether this mode sees the calls that are made now; inside a call it does not."""
+        return self in _mode_stack()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` on the CPU."""
+        kwargs = kwargs or {}
+        on_cuda = "device" in kwargs and is_cuda(kwargs["device"])
+        if on_cuda:
+            kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        answer = _ANSWERS.get(func)
+        if answer is None:
+            return func(*args, **kwargs)
+        return answer(self, func, args, kwargs, on_cuda)
+
+    # The answers below share one signature; ``on_cuda``: a keyword named a CUDA device.
+
+    def _make(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
+        made = func(*args, **kwargs)
+        if not on_cuda:
+            self._host_tensors[made] = True
+        return made
+
+    def _make_random(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
+        with self._stream(not on_cuda, kwargs):
+            return self._make(func, args, kwargs, on_cuda)
+
+    def _draw(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
+        subject = args[0] if args else kwargs["tensor"]
+        with self._stream(subject in self._host_tensors, kwargs):
+            return func(*args, **kwargs)
+
+    def _to(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
+        if len(args) > 1 and is_cuda(args[1]):
+            args, on_cuda = (args[0], _CPU, *args[2:]), True
+        moved = func(*args, **kwargs)
+        return self._given_to_gpu(moved) if on_cuda else moved
+
+    def _cuda(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
+        return self._given_to_gpu(args[0])
+
+    def _pin_memory(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
+        return args[0]
+
+    def _record_stream(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> None:
+        pass
+
+    def _type(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
+        if len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+    def _given_to_gpu(self, tensor: Tensor) -> Tensor:
+        if tensor in self._host_tensors:
+            del self._host_tensors[tensor]
+        return tensor
+
+    def _stream(self, from_host: bool, kwargs: _Kwargs) -> AbstractContextManager[None]:
+        if from_host and kwargs.get("generator") is None:
+            return self._streams.drawing_from_host()
+        return nullcontext()
+
+
+_IN_PLACE = "random_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_"
+_INITIALISERS = (
+    "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
+    "kaiming_normal_ orthogonal_ sparse_"
+)
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor)
+_RANDOM_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm)
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_FACTORIES, CudaOnCpu._make),
+    **dict.fromkeys(_RANDOM_FACTORIES, CudaOnCpu._make_random),
+    **{getattr(Tensor, name): CudaOnCpu._draw for name in _IN_PLACE.split()},
+    **{getattr(torch.nn.init, name): CudaOnCpu._draw for name in _INITIALISERS.split()},
+    Tensor.to: CudaOnCpu._to,
+    Tensor.cuda: CudaOnCpu._cuda,
+    Tensor.pin_memory: CudaOnCpu._pin_memory,
+    Tensor.record_stream: CudaOnCpu._record_stream,
+    Tensor.type: CudaOnCpu._type,
+}

@@ -1,0 +1,195 @@
+"""``megatron-switch demo``: prepare real text, train a small Switch GPT on CPU ranks, look inside.
+
+Nothing here is special to the demo except the sizes: it calls the commands that a user would call,
+in processes of their own, and then shows what their output holds. The corpus is the running
+Python's standard library, so nothing is downloaded.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_switch.errors import SwitchError
+from megatron_switch.training.process_memory import PeakMemory
+
+NUM_RANKS = 4
+_POLL_S = 0.5
+_MODEL_FLAGS = """
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128
+    --max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm
+    --disable-bias-linear --num-experts 8 --moe-z-loss-coeff 1e-3
+"""
+_LAYOUT_FLAGS = """
+    --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
+    --expert-tensor-parallel-size 1 --use-distributed-optimizer --switch-device cpu
+"""
+_TRAINING_FLAGS = """
+    --micro-batch-size 8 --global-batch-size 16 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
+    --lr-warmup-iters 20 --clip-grad 1.0 --weight-decay 0.01 --hidden-dropout 0
+    --attention-dropout 0 --eval-interval 1000 --eval-iters 4 --split 98,1,1 --log-interval 10
+"""
+_BAR_WIDTH = 28
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the demo's few flags."""
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), help="folder for data and run"
+    )
+    parser.add_argument("--iterations", type=int, default=200, help="training iterations")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="SentencePiece vocabulary")
+    parser.add_argument("--prompt", default="def read(self, ", help="prompt of the sample")
+
+
+def run(args: Namespace) -> int:
+    """Prepare, train, report; returns the exit code."""
+    screen = Console()
+    data, folder = args.output / "data", args.output / "run"
+    args.output.mkdir(parents=True, exist_ok=True)
+    screen.rule("1. Text: the Python standard library")
+    _call("prepare", "--stdlib", "--vocab-size", str(args.vocab_size), "--output", str(data))
+    flags = [
+        *shlex.split(_MODEL_FLAGS),
+        *shlex.split(_LAYOUT_FLAGS),
+        *shlex.split(_TRAINING_FLAGS),
+        *_data_flags(data),
+        *("--train-iters", str(args.iterations), "--switch-run-dir", str(folder)),
+    ]
+    screen.rule(f"2. Training: {NUM_RANKS} ranks, TP 2 with sequence parallel, EP 2, DP 2")
+    seconds, peak_bytes = _train(flags, folder, args.iterations, screen)
+    records = read_metrics(folder / "metrics.jsonl")
+    screen.rule("3. What happened")
+    screen.print(summary(records, seconds=seconds, peak_bytes=peak_bytes), highlight=False)
+    screen.print(health_bars(records), highlight=False)
+    screen.rule("4. What each expert learned")
+    _call("experts", "--load", str(folder))
+    screen.rule("5. A sample")
+    _call("generate", "--load", str(folder), "--prompt", args.prompt, "--num-tokens", "80")
+    screen.rule("Where everything is")
+    screen.print(_places(data, folder), highlight=False)
+    return 0
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the complete records of a metrics file."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is under way
+
+
+def summary(records: list[dict[str, Any]], *, seconds: float, peak_bytes: int) -> str:
+    """Return first and last loss, and what the run cost."""
+    steps = [record for record in records if record["kind"] == "train"]
+    first, last = steps[0], steps[-1]
+    return (
+        f"loss        {first['lm_loss']:.3f} at iteration {first['iteration']}, "
+        f"{last['lm_loss']:.3f} at iteration {last['iteration']} "
+        f"({first['lm_loss'] - last['lm_loss']:.2f} nats lower)\n"
+        f"dropped     {last['dropped_fraction']:.1%} of tokens found their expert full\n"
+        f"balance     loss {last['load_balancing_loss']:.3f} (balanced = 1.0), busiest expert "
+        f"{last['expert_load_max_over_mean']:.2f} x the mean\n"
+        f"cost        {seconds:.0f} s, {peak_bytes / 2**30:.1f} GiB at most, all ranks together\n"
+    )
+
+
+def health_bars(records: list[dict[str, Any]]) -> str:
+    """Return one bar an expert for each sparse layer, from the last record that has arrays."""
+    with_arrays = [record for record in records if "expert_load" in record]
+    if not with_arrays:
+        return ""
+    record = with_arrays[-1]
+    lines = [f"Share of tokens for each expert at iteration {record['iteration']}:"]
+    for layer, loads in zip(record["layers"], record["expert_load"], strict=True):
+        fair = 1 / len(loads)
+        for expert, load in enumerate(loads):
+            bar = "█" * round(_BAR_WIDTH / 2 * load / fair)
+            lines.append(f"  layer {layer} expert {expert:2d} {load:6.1%} {bar[: 2 * _BAR_WIDTH]}")
+    fair_text = f"A fair share is {fair:.1%}, {_BAR_WIDTH // 2} marks long."
+    return "\n".join([*lines, fair_text])
+
+
+def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> tuple[float, int]:
+    """Train in processes of their own; return seconds and the most memory that they held."""
+    log_path = folder.parent / "train.log"
+    command = _command("launch-local", "-n", str(NUM_RANKS), *flags)
+    started = time.monotonic()
+    with log_path.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    memory = PeakMemory(process.pid)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=screen) as progress:
+        task = progress.add_task("starting", total=iterations)
+        for record in _follow(process, folder / "metrics.jsonl", memory):
+            progress.update(task, completed=record["iteration"], description=_progress_text(record))
+    if process.returncode != 0:
+        print(log_path.read_text(encoding="utf-8"), file=sys.stderr)
+        raise SwitchError(
+            f"Training ended with exit code {process.returncode}; its output stands above and in "
+            f"{log_path}. A run of other settings in the way? Give another --output."
+        )
+    return time.monotonic() - started, memory.peak_bytes
+
+
+def _follow(
+    process: "subprocess.Popen[bytes]", metrics: Path, memory: PeakMemory
+) -> Iterator[dict[str, Any]]:
+    """Yield the newest training record while the process runs, and once when it has ended."""
+    running = True
+    while running:
+        running = process.poll() is None
+        if running:
+            time.sleep(_POLL_S)
+            memory.sample()
+        steps = [record for record in read_metrics(metrics) if record["kind"] == "train"]
+        if steps:
+            yield steps[-1]
+
+
+def _progress_text(record: dict[str, Any]) -> str:
+    return (
+        f"loss {record['lm_loss']:.3f}  dropped {record['dropped_fraction']:.1%}  "
+        f"load {record['expert_load_max_over_mean']:.2f}"
+    )
+
+
+def _data_flags(data: Path) -> list[str]:
+    prepared = json.loads((data / "prepared.json").read_text(encoding="utf-8"))
+    flags: list[str] = prepared["training_flags"]
+    return flags
+
+
+def _places(data: Path, folder: Path) -> str:
+    return (
+        f"data         {data}\n"
+        f"checkpoint   {folder / 'checkpoints'}\n"
+        f"metrics      {folder / 'metrics.jsonl'}\n"
+        f"TensorBoard  tensorboard --logdir {folder / 'tensorboard'}\n"
+        f"continue     {folder / 'resume.sh'}\n"
+        f"sample       megatron-switch generate --load {folder} --prompt 'import '"
+    )
+
+
+def _call(*words: str) -> None:
+    """Run one of our own commands, its output on the screen."""
+    code = subprocess.run(_command(*words), check=False).returncode
+    if code != 0:
+        raise SwitchError(f"'megatron-switch {words[0]}' ended with exit code {code}; see above.")
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "megatron_switch", *words]
