@@ -1,7 +1,7 @@
 """Train Switch Transformers with Megatron-Core and its own training loop.
 
 Importing this package has no effect: no patch, no environment write, no device
-query. What a program may import is listed in ``docs/api.md``.
+query.
 """
 
 __version__ = "0.1.0"

@@ -7,8 +7,8 @@ is a comparison of a token's slot with the capacity, and dispatch reads the resu
 
 Decisions:
 
-* Logits, softmax and argmax are float32 whatever the model's dtype; jitter multiplies the float32
-  router input, in training only; there is no bias.
+* Logits, softmax and argmax are float32 whatever the model's dtype (float64 where a test wants an
+  oracle); jitter multiplies the float32 router input, in training only; there is no bias.
 * Rows are batch-major (all of sequence 0 first), as in Mesh-TensorFlow, whatever Megatron's
   [S, B] layout. Capacity counts tokens of all tensor- and context-parallel shards of a group.
 * Losses count tokens before any drop: over each sequence with capacity group ``sequence``, over
@@ -16,16 +16,18 @@ Decisions:
   averages them over data-parallel ranks and micro-batches.
 * Statistics are recorded once per micro-batch: in training where gradients are enabled, so that a
   recomputed layer records once, and in evaluation apart from training.
+* Like Megatron's routers it returns a pair whose second item says which experts were chosen, for
+  what hooks a router from outside (``--moe-routing-trace-path``).
 
 Shape letters:
 
     S  positions of a sequence on this rank    B  sequences in the micro-batch
     T  tokens on this rank, T = B * S          D  model
     E  experts                                 K  chunks of a sequence on this rank
+    N  ranks that share a capacity group       G  groups of tokens
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_switch.config import SwitchConfig
+from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.moe import counter
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.initialization import init_router_weight_
@@ -62,19 +65,32 @@ from megatron_switch.moe.step_key import step_key
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where this rank's rows stand: which group each belongs to, and what is padding."""
+    """What this rank's rows are: whose sequence, which capacity group, and what is padding."""
 
+    num_sequences: int
+    length: int
+    """Positions of a sequence on this rank."""
+    sequence_T: Tensor
+    """Sequence of each row, int64 in [0, num_sequences)."""
     group_T: Tensor
     """Capacity group of each row, int64 in [0, num_groups)."""
     num_groups: int
-    chunk_T: Tensor
-    """Row of the (B * K) chunk counts that each row belongs to, int64."""
-    num_chunks: int
-    """Chunks of all sequences on this rank, B * K."""
-    num_sequences: int
-    position_T: Tensor
-    """Place of each row in the whole micro-batch, batch-major over all shards, int64."""
     padding_T: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where this rank's part of a sequence stands in the whole one, on the rows' device."""
+
+    length: int
+    """Positions of a sequence on this rank."""
+    num_chunks: int
+    chunk_S: Tensor
+    """Chunk of each position, int64 in [0, num_chunks)."""
+    position_S: Tensor
+    """Place of each position in the whole sequence, int64."""
+    order_NK: Tensor
+    """Flat (rank, chunk) indices of all chunks of a sequence, earliest first, int64."""
 
 
 class SwitchRouter(TopKRouter):  # type: ignore[misc]
@@ -100,10 +116,20 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         if self.bias is not None:  # Megatron ties the router's bias to those of linear layers
             del self.bias
             self.register_parameter("bias", None)
-        spans_ranks = switch.capacity_group == "ep"
-        self._capacity_ranks = pg_collection.tp_ep if spans_ranks else pg_collection.tp_cp
+        spans_micro_batches = switch.capacity_group == "ep"
+        self._capacity_ranks = pg_collection.tp_ep if spans_micro_batches else pg_collection.tp_cp
+        self._places: _Places | None = None
+        if self._capacity_ranks.size() % self.tp_cp_group.size():
+            raise LayoutError(
+                "--switch-capacity-group ep counts whole micro-batches, so the "
+                f"{self._capacity_ranks.size()} ranks that share all experts must be a multiple of "
+                f"the {self.tp_cp_group.size()} that share one micro-batch. Raise "
+                "--expert-model-parallel-size, or use --switch-capacity-group microbatch."
+            )
 
-    def forward(self, x_BSD: Tensor, padding_mask: Tensor | None = None) -> RoutedTokens:
+    def forward(
+        self, x_BSD: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[RoutedTokens, Tensor]:
         """Route this rank's tokens.
 
         Args:
@@ -111,24 +137,30 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
             padding_mask: True for padding, shape (B, S), bool; None without padding.
 
         Returns:
-            The routing, with slots counted over whole capacity groups. Gates carry the gradients
-            of the losses as well.
+            The routing, with slots counted over whole capacity groups, whose gates carry the
+            gradients of the losses as well; and each token's expert, shape (T, 1), which is what
+            Megatron's tracer of routers reads.
+
+        Raises:
+            ConfigError: If the padding mask is not as above.
         """
         rows = self._rows(x_BSD, padding_mask)
-        key_T = None
-        if self._needs_keys():  # named by their place in the whole micro-batch, on any rank
-            key_T = counter.token_keys(step_key(), self.layer_number or 0, rows.position_T)
-        scores = router_probabilities(self.gating(x_BSD, key_T))
+        key_T = self._keys(rows) if self._draws_noise() else None
+        logits_TE = self.gating(self._jittered(x_BSD.flatten(0, 1), key_T))
+        if self.config.moe_router_force_load_balancing:
+            logits_TE = apply_random_logits(logits_TE)
+        scores = router_probabilities(logits_TE)
         routing, counts_GE = self._route(scores, rows)
         if not self.training or torch.is_grad_enabled():
             routing = self._account(scores, routing, counts_GE, rows)
-        return RoutedTokens(
+        routed = RoutedTokens(
             routing=routing,
             group_T=rows.group_T,
             num_groups=rows.num_groups,
             capacity=routing.capacity,
             key_T=key_T if self.switch.expert_dropout else None,
         )
+        return routed, routing.expert_T.unsqueeze(1)
 
     def reset_switch_parameters(
         self, *, seed: int, layer_number: int, init_scale: float | None
@@ -148,16 +180,15 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
             init_method=self.config.init_method,
         )
 
-    def gating(self, x_BSD: Tensor, key_T: Tensor | None = None) -> Tensor:
-        """Return float32 logits, shape (T, E); jitter applied in training."""
-        x_TD = x_BSD.flatten(0, 1)
-        jitter_eps = self.config.moe_input_jitter_eps
-        if self.training and jitter_eps:
-            assert key_T is not None, "forward makes keys wherever there is noise"
-            x_TD = counter.jitter(x_TD.float(), key_T, jitter_eps)
-        logits_TE: Tensor = router_gating_linear(x_TD, self.weight, None, torch.float32)
-        if self.config.moe_router_force_load_balancing:
-            logits_TE = apply_random_logits(logits_TE)
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits of tokens, float32, shape (T, E), without jitter.
+
+        Args:
+            input: Tokens, shape (T, D) or (B, S, D), any floating dtype.
+        """
+        x_TD = input.reshape(-1, input.shape[-1])
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        logits_TE: Tensor = router_gating_linear(x_TD, self.weight, None, dtype)
         return logits_TE
 
     def capacity_of(self, num_tokens: int) -> int:
@@ -181,22 +212,62 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
 
     def _rows(self, x_BSD: Tensor, padding_mask: Tensor | None) -> _Rows:
         num_sequences, length = x_BSD.shape[:2]
-        shards = self._shards(length)
-        rank = self._rank_in_shards()
-        chunk_S = shards.chunk_of_position(rank).to(x_BSD.device)
-        position_S = shards.positions(rank).to(x_BSD.device)
-        sequence_B1 = torch.arange(num_sequences, device=x_BSD.device).unsqueeze(1)
-        sequence_T = sequence_B1.expand(-1, length).reshape(-1)
+        if padding_mask is not None and padding_mask.shape != x_BSD.shape[:2]:
+            raise ConfigError(
+                f"A padding mask has one entry for each of this rank's tokens, sequences first: "
+                f"shape {(num_sequences, length)}, got {tuple(padding_mask.shape)}."
+            )
+        sequence_T = torch.arange(num_sequences, device=x_BSD.device).repeat_interleave(
+            length, output_size=num_sequences * length
+        )
         by_sequence = self.switch.capacity_group == "sequence"
         return _Rows(
+            num_sequences=num_sequences,
+            length=length,
+            sequence_T=sequence_T,
             group_T=sequence_T if by_sequence else torch.zeros_like(sequence_T),
             num_groups=num_sequences if by_sequence else 1,
-            chunk_T=(sequence_B1 * shards.num_chunks + chunk_S).reshape(-1),
-            num_chunks=num_sequences * shards.num_chunks,
-            num_sequences=num_sequences,
-            position_T=(sequence_B1 * length * self.tp_cp_group.size() + position_S).reshape(-1),
             padding_T=None if padding_mask is None else padding_mask.flatten(),
         )
+
+    def _places_of(self, rows: _Rows) -> _Places:
+        """Return where the rows stand; kept, because a copy to the device would wait for it."""
+        device = rows.sequence_T.device
+        places = self._places
+        if places is None or places.length != rows.length or places.chunk_S.device != device:
+            shards = SequenceShards.of(
+                rows.length,
+                tensor_size=self.tp_group.size(),
+                context_size=self.cp_group.size(),
+            )
+            rank = self.tp_cp_group.rank()
+            places = self._places = _Places(
+                length=rows.length,
+                num_chunks=shards.num_chunks,
+                chunk_S=shards.chunk_of_position(rank).to(device),
+                position_S=shards.positions(rank).to(device),
+                order_NK=shards.order().to(device),
+            )
+        return places
+
+    def _positions(self, rows: _Rows) -> Tensor:
+        """Return the place of each row in the whole micro-batch, batch-major over all shards."""
+        whole_length = rows.length * self.tp_cp_group.size()
+        position_S = self._places_of(rows).position_S
+        return rows.sequence_T * whole_length + position_S.repeat(rows.num_sequences)
+
+    def _keys(self, rows: _Rows) -> Tensor:
+        """Return the tokens' random keys: by place in the whole micro-batch, on any rank."""
+        assert self.layer_number is not None, "noise is keyed by the layer's number"
+        return counter.token_keys(step_key(), self.layer_number, self._positions(rows))
+
+    def _jittered(self, x_TD: Tensor, key_T: Tensor | None) -> Tensor:
+        jitter_eps = self.config.moe_input_jitter_eps
+        if not (self.training and jitter_eps):
+            return x_TD
+        assert key_T is not None, "forward makes keys wherever there is noise"
+        x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        return counter.jitter(x_TD, key_T, jitter_eps)
 
     def _route(self, scores: RouterProbabilities, rows: _Rows) -> tuple[SwitchRouting, Tensor]:
         """Return the routing, and all ranks' tokens per (loss group, expert)."""

@@ -30,6 +30,7 @@ SWITCH_DEFAULTS: Mapping[str, object] = {
     "dist_ckpt_optim_fully_reshardable": True,
     "exit_signal_handler": True,
     "create_attention_mask_in_dataloader": False,
+    "eval_interval": 1000,
 }
 """Defaults of Megatron's flags that hold in every recipe."""
 

@@ -73,6 +73,8 @@ def build_process_groups(args: Namespace) -> None:
             world_size=args.world_size,
             rank=args.rank,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            # A process alone was not launched by anything that says where ranks meet.
+            store=torch.distributed.HashStore() if args.world_size == 1 else None,
         )
     if not mpu.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel_as_pretrain(vars(args))

@@ -7,7 +7,7 @@ files of patches, which are entered here and left at the end.
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.rank_table import table_as_csv
 from megatron_switch.moe.metrics import SwitchMetricsTracker
+from megatron_switch.moe.statistics import RoutingReport
 from megatron_switch.repairs import repaired_megatron
 from megatron_switch.training.arguments import CommandLine, parse_command_line
 from megatron_switch.training.banner import banner
@@ -32,6 +33,7 @@ from megatron_switch.training.checks import check_before_megatron, check_data, c
 from megatron_switch.training.console import Console
 from megatron_switch.training.defaults import fill_defaults
 from megatron_switch.training.device import choose_device, look_around
+from megatron_switch.training.drop_watch import CapacityFacts, DropWatch
 from megatron_switch.training.evaluation import EvaluationReporter
 from megatron_switch.training.megatron import (
     begin_megatron,
@@ -43,6 +45,9 @@ from megatron_switch.training.metrics_file import MetricsFile, StepWriter
 from megatron_switch.training.model import model_config, resolve_dispatch, sparse_layers
 from megatron_switch.training.resume import find_what_to_load
 from megatron_switch.training.run_folder import RunFolder
+
+_SETTLING = 100
+"""Least iterations before a drop rate says anything about the router."""
 
 
 def train(argv: Sequence[str]) -> None:
@@ -95,7 +100,7 @@ class _Run:
             notes += find_what_to_load(args)
             self._announce(console, layout, notes)
             build_process_groups(args)
-            self._train()
+            self._train(console)
 
     def _announce(self, console: Console, layout: Layout, notes: tuple[str, ...]) -> None:
         args = self._args
@@ -120,13 +125,13 @@ class _Run:
         for note in notes:
             console.say(note)
 
-    def _train(self) -> None:
+    def _train(self, console: Console) -> None:
         args, switch = self._args, self._switch
         writer = self._writer()
         tracker = SwitchMetricsTracker(
             sparse_layers(args),
             args.num_experts or 1,
-            on_report=None if writer is None else writer.add_routing,
+            on_report=self._on_report(writer, console),
             layer_interval=switch.metrics_interval,
         )
         set_moe_metrics_tracker(tracker)
@@ -148,6 +153,25 @@ class _Run:
                 writer.finish_iteration()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+
+    def _on_report(
+        self, writer: StepWriter | None, console: Console
+    ) -> Callable[[RoutingReport, int], None]:
+        """Return what is to happen with each step's routing on this rank."""
+        args = self._args
+        listeners: list[Callable[[RoutingReport, int], None]] = []
+        if writer is not None:
+            listeners.append(writer.add_routing)
+        if args.rank == 0 and args.num_experts:
+            facts = CapacityFacts.of(args, self._switch, num_sparse_layers=len(sparse_layers(args)))
+            warm_up = max(args.lr_warmup_iters or 0, _SETTLING)
+            listeners.append(DropWatch(facts, warm_up=warm_up, say=console.say))
+
+        def tell(report: RoutingReport, iteration: int) -> None:
+            for listener in listeners:
+                listener(report, iteration)
+
+        return tell
 
     def _writer(self) -> StepWriter | None:
         """Return the writer of the last rank, which is the one that Megatron logs from."""

@@ -24,7 +24,7 @@ def train(num_ranks: int, flags: str) -> None:
 
 def _train_rank(flags: str) -> None:
     with cuda_on_cpu(), repaired_megatron(), applied([_MARKED_EXPERTS]):
-        stock_pretrain._pretrain(f"{stock_pretrain.MOE_FLAGS} {flags}", losses=[])
+        stock_pretrain.pretrain(f"{stock_pretrain.MOE_FLAGS} {flags}", stock_pretrain.Record())
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# A small Switch GPT on four CPU ranks of this computer: tensor parallelism with sequence
+# parallelism, expert parallelism and data parallelism at once, nothing to download.
+#
+#   ./cpu_4_ranks.sh [more flags]
+#
+# RUN is the folder for data and run. Flags given here come last, so they win.
+set -euo pipefail
+
+RUN=${RUN:-runs/cpu-4-ranks}
+
+megatron-switch prepare --stdlib --vocab-size "${VOCAB_SIZE:-2048}" --output "$RUN/data"
+
+MODEL=(
+  --num-layers 4 --hidden-size 128 --num-attention-heads 4
+  --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope
+  --normalization RMSNorm --disable-bias-linear
+)
+SWITCH=(--num-experts 8 --moe-z-loss-coeff 1e-3)
+LAYOUT=(
+  --tensor-model-parallel-size 2 --sequence-parallel
+  --expert-model-parallel-size 2 --expert-tensor-parallel-size 1
+  --use-distributed-optimizer
+)
+TRAINING=(
+  --micro-batch-size 8 --global-batch-size 16 --train-iters 200
+  --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20
+  --hidden-dropout 0 --attention-dropout 0
+  --split 98,1,1 --eval-interval 100 --eval-iters 4 --log-interval 10
+)
+DATA=(
+  --data-path "$RUN/data/corpus"
+  --tokenizer-type SentencePieceTokenizer --tokenizer-model "$RUN/data/tokenizer.model"
+)
+
+exec megatron-switch launch-local -n 4 \
+  "${MODEL[@]}" "${SWITCH[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" \
+  --switch-device cpu --switch-run-dir "$RUN/run" "$@"
