@@ -26,6 +26,7 @@ from megatron_switch.patching import Patch, applied
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _CHAIN = "megatron.core.optimizer.optimizer:ChainedOptimizer"
+_MIXED = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"
 _PLACEHOLDER = "step of an optimizer without parameters"
 
 
@@ -76,6 +77,13 @@ def megatron_repairs() -> tuple[Patch, ...]:
             "experts' step is missing",
             wrapper=_load_with_sibling_step,
             sha256=("403774c7dde1d5460414ceec11ca3d6946e1eff7a9713a51aff30ac61425df4c",),
+        ),
+        Patch(
+            f"{_MIXED}.sharded_state_dict",
+            "a rank without experts saves, or fails to find, an empty list in the place of other "
+            "ranks' main weights",
+            wrapper=_keep_empty_lists_local,
+            sha256=("@@",),
         ),
         Patch(
             "megatron.training.checkpointing:maybe_msc",
@@ -184,6 +192,22 @@ def _load_with_sibling_step(original: Callable[[Any, Any], None]) -> Callable[[A
         original(self, state_dict)
 
     return load_state_dict
+
+
+def _keep_empty_lists_local(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+        record = original(self, model_sharded_state_dict, is_loading, metadata)
+        groups = record["fp32_from_fp16_params"]
+        if not any(groups):
+            # What is neither sharded nor local counts as common to all ranks.
+            record["fp32_from_fp16_params"] = LocalNonpersistentObject(groups)
+        return record
+
+    return sharded_state_dict
 
 
 class _TrackerRenamed:

@@ -35,11 +35,13 @@ class Corpus:
         files: In the order of their documents.
         empty: Number of empty files that were found in folders and left out.
         faults: One sentence for each bad file that was left out.
+        by_flag: How many of them only ``--skip-bad-input`` lets pass.
     """
 
     files: tuple[SourceFile, ...]
     empty: int
     faults: tuple[str, ...]
+    by_flag: int
 
 
 def find_corpus(
@@ -191,4 +193,4 @@ def _without_bad(
     if not files:
         detail = f" {shown(left_out)}." if left_out else f" Its {empty:,} files are empty."
         raise DataError(f"There is no text in the input.{detail}")
-    return Corpus(tuple(files), empty, tuple(left_out))
+    return Corpus(tuple(files), empty, tuple(left_out), len(faults))

@@ -65,15 +65,24 @@ class Reading:
 
 @dataclass
 class Losses:
-    """What was left out while reading: counts, and the first few reasons."""
+    """What was left out while reading.
+
+    Attributes:
+        empty: Documents without text.
+        bad: Bad pieces of input.
+        by_flag: Those of them that only ``--skip-bad-input`` lets pass.
+        reasons: What was bad, for the first few.
+    """
 
     empty: int = 0
     bad: int = 0
+    by_flag: int = 0
     reasons: list[str] = field(default_factory=list)
 
-    def add_bad(self, reason: str) -> None:
+    def add_bad(self, reason: str, *, by_flag: bool) -> None:
         """Count a bad piece of input and remember why, while there is room."""
         self.bad += 1
+        self.by_flag += by_flag
         if len(self.reasons) < _FAULTS_KEPT:
             self.reasons.append(reason)
 
@@ -155,7 +164,7 @@ def _documents(part: Part, how: Reading, losses: Losses) -> Iterator[Document]:
 def _leave_out(reason: str, source: SourceFile, how: Reading, losses: Losses) -> None:
     if not how.skip_bad and not source.optional:
         raise DataError(f"{reason}. Mend or remove it, or give {SKIP_FLAG} to go on without it.")
-    losses.add_bad(reason)
+    losses.add_bad(reason, by_flag=not source.optional)
 
 
 def _whole(source: SourceFile, losses: Losses) -> Iterator[Document]:

@@ -112,7 +112,7 @@ class _Job:
             DataError: The report is there, and the files it speaks of are not or are damaged.
         """
         report = self.workspace.finished_report()
-        if report is None or (report["left_out"] and not self.settings.how.skip_bad):
+        if report is None or (report["left_out_by_flag"] and not self.settings.how.skip_bad):
             return None
         prepared = replace(
             from_json(report),
@@ -204,6 +204,7 @@ class _Job:
             tokens=facts.tokens,
             text_bytes=sum(record.text_bytes for record in records),
             left_out=len(faults) + sum(record.bad for record in records),
+            left_out_by_flag=self.corpus.by_flag + sum(record.by_flag for record in records),
             reasons=(*faults, *(reason for record in records for reason in record.reasons)),
             tokenizer={
                 "type": self.settings.tokenizer_type,

@@ -26,6 +26,7 @@ class Prepared:
         tokens: Number of tokens, one end-of-document token a document included.
         text_bytes: Size of the documents in UTF-8.
         left_out: Bad files, lines and rows that were left out.
+        left_out_by_flag: Those of them that only ``--skip-bad-input`` lets pass.
         reasons: Why, for the first few of them.
         tokenizer: Its ``type``, ``vocab_size``, ``eod``, and under ``trained`` how it was trained,
             None where it was not.
@@ -43,6 +44,7 @@ class Prepared:
     tokens: int
     text_bytes: int
     left_out: int
+    left_out_by_flag: int
     reasons: tuple[str, ...]
     tokenizer: dict[str, Any]
     data: dict[str, Any]

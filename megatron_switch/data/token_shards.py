@@ -60,6 +60,7 @@ class ShardRecord:
         text_bytes: Size of the texts in UTF-8.
         empty: Documents without text that were left out.
         bad: Bad pieces of input that were left out.
+        by_flag: Those of them that only ``--skip-bad-input`` lets pass.
         reasons: Why, for the first few of them.
     """
 
@@ -69,6 +70,7 @@ class ShardRecord:
     text_bytes: int
     empty: int
     bad: int
+    by_flag: int
     reasons: tuple[str, ...]
 
 
@@ -132,6 +134,7 @@ class ShardWriter:
             text_bytes,
             losses.empty,
             losses.bad,
+            losses.by_flag,
             tuple(losses.reasons),
         )
         with renamed_into_place(self._path(shard.index, ".json")) as stream:
@@ -154,7 +157,7 @@ class ShardWriter:
             replace(record, reasons=tuple(record.reasons))
             if whole
             and self._path(index, ".idx").exists()
-            and (self.how.skip_bad or not record.bad)
+            and (self.how.skip_bad or not record.by_flag)
             else None
         )
 

@@ -63,36 +63,6 @@ from megatron_switch.moe.statistics import LADDER, statistics_row
 from megatron_switch.moe.step_key import step_key
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What this rank's rows are: whose sequence, which capacity group, and what is padding."""
-
-    num_sequences: int
-    length: int
-    """Positions of a sequence on this rank."""
-    sequence_T: Tensor
-    """Sequence of each row, int64 in [0, num_sequences)."""
-    group_T: Tensor
-    """Capacity group of each row, int64 in [0, num_groups)."""
-    num_groups: int
-    padding_T: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where this rank's part of a sequence stands in the whole one, on the rows' device."""
-
-    length: int
-    """Positions of a sequence on this rank."""
-    num_chunks: int
-    chunk_S: Tensor
-    """Chunk of each position, int64 in [0, num_chunks)."""
-    position_S: Tensor
-    """Place of each position in the whole sequence, int64."""
-    order_NK: Tensor
-    """Flat (rank, chunk) indices of all chunks of a sequence, earliest first, int64."""
-
-
 class SwitchRouter(TopKRouter):  # type: ignore[misc]
     """Top-1 router with first-come capacity.
 
@@ -116,16 +86,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         if self.bias is not None:  # Megatron ties the router's bias to those of linear layers
             del self.bias
             self.register_parameter("bias", None)
-        spans_micro_batches = switch.capacity_group == "ep"
-        self._capacity_ranks = pg_collection.tp_ep if spans_micro_batches else pg_collection.tp_cp
-        self._places: _Places | None = None
-        if self._capacity_ranks.size() % self.tp_cp_group.size():
-            raise LayoutError(
-                "--switch-capacity-group ep counts whole micro-batches, so the "
-                f"{self._capacity_ranks.size()} ranks that share all experts must be a multiple of "
-                f"the {self.tp_cp_group.size()} that share one micro-batch. Raise "
-                "--expert-model-parallel-size, or use --switch-capacity-group microbatch."
-            )
+        self._groups = CapacityGroups(switch.capacity_group, pg_collection)
 
     def forward(
         self, x_BSD: Tensor, padding_mask: Tensor | None = None
@@ -144,13 +105,18 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         Raises:
             ConfigError: If the padding mask is not as above.
         """
-        rows = self._rows(x_BSD, padding_mask)
+        rows = self._groups.rows(x_BSD, padding_mask)
         key_T = self._keys(rows) if self._draws_noise() else None
         logits_TE = self.gating(self._jittered(x_BSD.flatten(0, 1), key_T))
         if self.config.moe_router_force_load_balancing:
             logits_TE = apply_random_logits(logits_TE)
         scores = router_probabilities(logits_TE)
-        routing, counts_GE = self._route(scores, rows)
+        routing, counts_GE = self._groups.route(
+            scores.probs_TE,
+            rows,
+            capacity=self.capacity_of(self._groups.size(rows)),
+            order=self.switch.drop_order,
+        )
         if not self.training or torch.is_grad_enabled():
             routing = self._account(scores, routing, counts_GE, rows)
         routed = RoutedTokens(
@@ -210,56 +176,10 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
             rounding=self.switch.capacity_rounding,
         )
 
-    def _rows(self, x_BSD: Tensor, padding_mask: Tensor | None) -> _Rows:
-        num_sequences, length = x_BSD.shape[:2]
-        if padding_mask is not None and padding_mask.shape != x_BSD.shape[:2]:
-            raise ConfigError(
-                f"A padding mask has one entry for each of this rank's tokens, sequences first: "
-                f"shape {(num_sequences, length)}, got {tuple(padding_mask.shape)}."
-            )
-        sequence_T = torch.arange(num_sequences, device=x_BSD.device).repeat_interleave(
-            length, output_size=num_sequences * length
-        )
-        by_sequence = self.switch.capacity_group == "sequence"
-        return _Rows(
-            num_sequences=num_sequences,
-            length=length,
-            sequence_T=sequence_T,
-            group_T=sequence_T if by_sequence else torch.zeros_like(sequence_T),
-            num_groups=num_sequences if by_sequence else 1,
-            padding_T=None if padding_mask is None else padding_mask.flatten(),
-        )
-
-    def _places_of(self, rows: _Rows) -> _Places:
-        """Return where the rows stand; kept, because a copy to the device would wait for it."""
-        device = rows.sequence_T.device
-        places = self._places
-        if places is None or places.length != rows.length or places.chunk_S.device != device:
-            shards = SequenceShards.of(
-                rows.length,
-                tensor_size=self.tp_group.size(),
-                context_size=self.cp_group.size(),
-            )
-            rank = self.tp_cp_group.rank()
-            places = self._places = _Places(
-                length=rows.length,
-                num_chunks=shards.num_chunks,
-                chunk_S=shards.chunk_of_position(rank).to(device),
-                position_S=shards.positions(rank).to(device),
-                order_NK=shards.order().to(device),
-            )
-        return places
-
-    def _positions(self, rows: _Rows) -> Tensor:
-        """Return the place of each row in the whole micro-batch, batch-major over all shards."""
-        whole_length = rows.length * self.tp_cp_group.size()
-        position_S = self._places_of(rows).position_S
-        return rows.sequence_T * whole_length + position_S.repeat(rows.num_sequences)
-
-    def _keys(self, rows: _Rows) -> Tensor:
+    def _keys(self, rows: Rows) -> Tensor:
         """Return the tokens' random keys: by place in the whole micro-batch, on any rank."""
         assert self.layer_number is not None, "noise is keyed by the layer's number"
-        return counter.token_keys(step_key(), self.layer_number, self._positions(rows))
+        return counter.token_keys(step_key(), self.layer_number, self._groups.positions(rows))
 
     def _jittered(self, x_TD: Tensor, key_T: Tensor | None) -> Tensor:
         jitter_eps = self.config.moe_input_jitter_eps
@@ -269,98 +189,8 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         return counter.jitter(x_TD, key_T, jitter_eps)
 
-    def _route(self, scores: RouterProbabilities, rows: _Rows) -> tuple[SwitchRouting, Tensor]:
-        """Return the routing, and all ranks' tokens per (loss group, expert)."""
-        num_ranks = self._capacity_ranks.size()
-        num_tokens = scores.probs_TE.shape[0]
-        capacity = self.capacity_of(num_tokens * num_ranks // rows.num_groups)
-        order = self.switch.drop_order
-        if num_ranks == 1:
-            routing = route_probs(
-                scores.probs_TE,
-                capacity=capacity,
-                group_T=rows.group_T if rows.num_groups > 1 else None,
-                padding_T=rows.padding_T,
-                order=order,
-            )
-            counts_GE = count_tokens(
-                routing.expert_T,
-                num_experts=self.num_experts,
-                num_groups=rows.num_groups,
-                group_T=rows.group_T,
-                padding_T=rows.padding_T,
-            )
-            return routing, counts_GE
-        routing = route_probs(
-            scores.probs_TE, capacity=capacity, group_T=rows.chunk_T, padding_T=rows.padding_T
-        )
-        counts_NBKE = self._gather_chunk_counts(routing, rows)
-        if order == "probability":
-            routing = self._renumber_by_probability(routing, rows, capacity)
-        else:
-            shards = self._shards(num_tokens // rows.num_sequences)
-            earlier_BKE = earlier_counts(
-                counts_NBKE,
-                shards.order().to(counts_NBKE.device),
-                rank=self._capacity_ranks.rank(),
-                group=self.switch.capacity_group,
-            )
-            routing = shift_slots(
-                routing,
-                earlier_GE=earlier_BKE.flatten(0, 1),
-                group_T=rows.chunk_T,
-                capacity=capacity,
-            )
-        return routing, self._loss_group_counts(counts_NBKE, rows)
-
-    def _gather_chunk_counts(self, routing: SwitchRouting, rows: _Rows) -> Tensor:
-        """Return tokens per (rank, sequence, chunk, expert) of the capacity ranks, int32."""
-        counts_GE = count_tokens(
-            routing.expert_T,
-            num_experts=self.num_experts,
-            num_groups=rows.num_chunks,
-            group_T=rows.chunk_T,
-            padding_T=rows.padding_T,
-        ).int()
-        num_ranks = self._capacity_ranks.size()
-        gathered = counts_GE.new_empty(num_ranks * counts_GE.shape[0], self.num_experts)
-        dist.all_gather_into_tensor(gathered, counts_GE, group=self._capacity_ranks)
-        return gathered.view(num_ranks, rows.num_sequences, -1, self.num_experts)
-
-    def _loss_group_counts(self, counts_NBKE: Tensor, rows: _Rows) -> Tensor:
-        """Sum counts over the ranks of this micro-batch, for each group that a loss is over."""
-        num_shards = self.tp_cp_group.size()
-        first = self._capacity_ranks.rank() // num_shards * num_shards
-        counts_BE = counts_NBKE[first : first + num_shards].sum(dim=(0, 2))
-        return counts_BE if rows.num_groups > 1 else counts_BE.sum(dim=0, keepdim=True)
-
-    def _renumber_by_probability(
-        self, routing: SwitchRouting, rows: _Rows, capacity: int
-    ) -> SwitchRouting:
-        """Number slots by gate over the gathered group: a count cannot tell who ranks higher."""
-        ranks = self._capacity_ranks
-        real_T = routing.slot_T >= 0
-        local = (routing.expert_T, rows.group_T, real_T.long(), routing.gate_T.detach())
-        expert, group, real, gate = (_gathered(part, ranks) for part in local)
-        # Equal gates go to the earlier token, so rows must stand in the order of the whole group.
-        micro_batch = ranks.rank() // self.tp_cp_group.size()
-        whole_length = routing.slot_T.numel() * self.tp_cp_group.size()
-        place = _gathered(rows.position_T + micro_batch * whole_length, ranks).argsort()
-        slot_in_order = assign_slots(
-            expert[place],
-            num_experts=self.num_experts,
-            group_T=group[place],
-            padding_T=real[place] == 0,
-            gate_T=gate[place],
-        )
-        slots = torch.empty_like(slot_in_order).scatter_(0, place, slot_in_order)
-        slot_T = slots.view(ranks.size(), -1)[ranks.rank()]
-        return replace(
-            routing, slot_T=slot_T, kept_T=real_T & (slot_T < capacity), capacity=capacity
-        )
-
     def _account(
-        self, scores: RouterProbabilities, routing: SwitchRouting, counts_GE: Tensor, rows: _Rows
+        self, scores: RouterProbabilities, routing: SwitchRouting, counts_GE: Tensor, rows: Rows
     ) -> SwitchRouting:
         """Record statistics, and in training attach the losses' gradients to the gates."""
         loss_group_T = rows.group_T if rows.num_groups > 1 else None
@@ -397,21 +227,3 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
     def _needs_keys(self) -> bool:
         noise = self.config.moe_input_jitter_eps or self.switch.expert_dropout
         return bool(self.training and noise)
-
-    def _shards(self, local_length: int) -> SequenceShards:
-        return _shards_of(local_length, self.tp_group.size(), self.cp_group.size())
-
-    def _rank_in_shards(self) -> int:
-        rank: int = self.tp_cp_group.rank()
-        return rank
-
-
-@cache
-def _shards_of(local_length: int, tensor_size: int, context_size: int) -> SequenceShards:
-    return SequenceShards.of(local_length, tensor_size=tensor_size, context_size=context_size)
-
-
-def _gathered(values_T: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    gathered = values_T.new_empty(ranks.size() * values_T.numel())
-    dist.all_gather_into_tensor(gathered, values_T.contiguous(), group=ranks)
-    return gathered

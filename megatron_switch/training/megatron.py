@@ -65,16 +65,11 @@ def build_process_groups(args: Namespace) -> None:
     """Initialise ``torch.distributed`` and all groups; ``pretrain`` then finds them and goes on."""
     if not torch.distributed.is_initialized():
         torch.cuda.set_device(args.local_rank)
-        # A single rank meets nobody, so it needs no launcher to say where.
-        alone = torch.distributed.HashStore() if args.world_size == 1 else None
         torch.distributed.init_process_group(
             backend=args.distributed_backend,
-            store=alone,
             world_size=args.world_size,
             rank=args.rank,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            # A process alone was not launched by anything that says where ranks meet.
-            store=torch.distributed.HashStore() if args.world_size == 1 else None,
         )
     if not mpu.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel_as_pretrain(vars(args))

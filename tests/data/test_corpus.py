@@ -89,7 +89,7 @@ def test_bad_files_are_listed_together_or_left_out(folder):
         find_corpus([folder])
     corpus = find_corpus([folder], skip_bad=True)
     assert names(corpus, folder) == ["a.txt", "b/c.md", "b/d.py"]
-    assert len(corpus.faults) == 3
+    assert len(corpus.faults) == corpus.by_flag == 3
 
 
 def test_a_parquet_file_without_the_key_is_refused(tmp_path):
@@ -123,6 +123,7 @@ def test_a_library_gives_sources_without_packages_and_tests(tmp_path):
     assert names(corpus, tmp_path) == ["json/a.py", "z.py"]
     assert corpus.empty == 1
     assert "latin.py is not UTF-8" in corpus.faults[0]  # left out without asking
+    assert corpus.by_flag == 0
     with_tests = find_corpus([], library=tmp_path, library_tests=True)
     assert names(with_tests, tmp_path) == ["json/a.py", "test/t.py", "z.py"]
 

@@ -165,7 +165,7 @@ def test_a_bad_file_of_the_library_is_left_out_without_asking(tmp_path):
     losses = Losses()
     part = Part(SourceFile.at(path, optional=True), 0, 1, 1)
     assert list(read_documents(part, Reading(), losses)) == []
-    assert losses.bad == 1
+    assert (losses.bad, losses.by_flag) == (1, 0)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
@@ -219,5 +219,6 @@ def test_a_document_too_large_to_tokenise_is_refused(tmp_path, monkeypatch, name
 def test_reasons_are_kept_for_the_first_few_only():
     losses = Losses()
     for number in range(9):
-        losses.add_bad(str(number))
-    assert (losses.bad, losses.reasons) == (9, ["0", "1", "2", "3", "4"])
+        losses.add_bad(str(number), by_flag=number % 2 == 0)
+    assert (losses.bad, losses.by_flag) == (9, 5)
+    assert losses.reasons == ["0", "1", "2", "3", "4"]

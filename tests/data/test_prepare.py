@@ -213,9 +213,13 @@ def test_the_standard_library(parse, out, source, texts, monkeypatch):
         path.rename(path.with_suffix(".py"))
     (source / "test").mkdir()
     (source / "test" / "t.py").write_text("x = 1\n")
+    (source / "latin.py").write_bytes(b"# coding: latin-1\n# \xe9")
+    (source / "later.py").write_bytes(b"#" * 9000 + b"\xe9")  # found only while it is read
     monkeypatch.setattr(prepare_module, "library_root", lambda: source)
-    prepare(parse("--stdlib", "--output", out, "--vocab-size", 300))
+    prepared = prepare(parse("--stdlib", "--output", out, "--vocab-size", 300))
     assert texts_in(out, parse) == texts
+    assert (prepared.left_out, prepared.left_out_by_flag) == (2, 0)
+    assert prepare(parse("--stdlib", "--output", out, "--vocab-size", 300)) == prepared
     with_tests = ["--stdlib", "--stdlib-tests", "--output", out, "--overwrite", "--vocab-size", 300]
     prepare(parse(*with_tests))
     assert texts_in(out, parse) == [*texts, "x = 1\n"]

@@ -16,6 +16,7 @@ PREPARED = Prepared(
     tokens=2_000_000,
     text_bytes=7_000_000,
     left_out=7,
+    left_out_by_flag=7,
     reasons=("a.txt is not text",),
     tokenizer={
         "type": "SentencePieceTokenizer",
