@@ -83,7 +83,7 @@ def megatron_repairs() -> tuple[Patch, ...]:
             "a rank without experts saves, or fails to find, an empty list in the place of other "
             "ranks' main weights",
             wrapper=_keep_empty_lists_local,
-            sha256=("@@",),
+            sha256=("9c7488e7734f2cae432498fb24f5333451a08aed27888570d80fbe04a6912d04",),
         ),
         Patch(
             "megatron.training.checkpointing:maybe_msc",

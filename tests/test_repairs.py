@@ -17,7 +17,7 @@ from megatron_switch.checkpoint.files import TRACKER
 from megatron_switch.errors import UpstreamError
 from megatron_switch.repairs import megatron_repairs, repaired_megatron
 
-NUMBER_OF_REPAIRS = 8
+NUMBER_OF_REPAIRS = 9
 """A repair more needs a reason; a repair less, a release of Megatron that needs it no longer."""
 
 
@@ -209,6 +209,21 @@ def test_records_without_any_step_are_left_alone(state):
     chain = SimpleNamespace(chained_optimizers=[None, None])
     repairs._load_with_sibling_step(lambda self, state: None)(chain, state)
     assert repr(state) == before
+
+
+@pytest.mark.parametrize("groups", [[["weight"], []], [[]], []])
+def test_empty_lists_of_main_weights_stay_on_their_rank(groups):
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    record = repairs._keep_empty_lists_local(
+        lambda self, model, is_loading, metadata: {"fp32_from_fp16_params": groups}
+    )(None, {})
+    kept = record["fp32_from_fp16_params"]
+    if any(groups):
+        assert kept is groups
+    else:
+        assert isinstance(kept, LocalNonpersistentObject)
+        assert kept.unwrap() == groups
 
 
 def _chain(*optimizers: SimpleNamespace) -> SimpleNamespace:

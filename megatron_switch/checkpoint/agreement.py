@@ -18,7 +18,7 @@ argument namespace *after* ``validate_args`` has filled in what follows from oth
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -137,14 +137,13 @@ def check_model(stored: Namespace, args: Namespace) -> None:
         names = (*names, "max_position_embeddings")
     if _of(args, "padded_vocab_size") is None:  # before the tokenizer is built
         names = [name for name in names if name != "padded_vocab_size"]
-    differences = _differences(names, _flag, stored, args)
-    for flag, value_of in (
-        ("--num-experts", lambda namespace: _of(namespace, "num_experts") or None),
-        ("--num-query-groups", _query_groups),
-        ("--moe-layer-freq", _sparse_layers),
-    ):
-        if value_of(stored) != value_of(args):
-            differences.append(Difference(flag, value_of(stored), value_of(args)))
+    differences = _differences(names, stored, args)
+    derived = (
+        Difference("--num-experts", _of(stored, "num_experts") or None, args.num_experts or None),
+        Difference("--moe-layer-freq", _sparse_layers(stored), _sparse_layers(args)),
+        Difference("--num-query-groups", *_query_groups(stored, args)),
+    )
+    differences += [each for each in derived if each.stored != each.current]
     if differences:
         raise CheckpointError(
             f"The checkpoint is of another model:{_lines(differences)}\n"
@@ -172,9 +171,9 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
     names = [field.name for field in fields(SwitchConfig) if field.name not in FREE_SETTINGS]
     missing = [name for name in names if not hasattr(stored, FLAG_PREFIX + name)]
     differences = _differences(
-        (FLAG_PREFIX + name for name in names if name not in missing), _flag, stored, args
+        (FLAG_PREFIX + name for name in names if name not in missing), stored, args
     )
-    megatron = _differences(_SEMANTICS, _flag, stored, args)
+    megatron = _differences(_SEMANTICS, stored, args)
     is_stock = len(missing) == len(names)
     if not is_stock:
         differences += megatron
@@ -236,7 +235,6 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
         ),
-        _flag,
         stored,
         args,
     )
@@ -249,12 +247,10 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
         )
 
 
-def _differences(
-    names: Iterable[str], flag_of: Callable[[str], str], stored: Namespace, args: Namespace
-) -> list[Difference]:
+def _differences(names: Iterable[str], stored: Namespace, args: Namespace) -> list[Difference]:
     """Compare attributes; one that either side lacks is not compared."""
     return [
-        Difference(flag_of(name), getattr(stored, name), getattr(args, name))
+        Difference(_flag(name), getattr(stored, name), getattr(args, name))
         for name in names
         if _of(stored, name, _ABSENT) is not _ABSENT
         and _of(args, name, _ABSENT) is not _ABSENT
@@ -282,12 +278,17 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _query_groups(namespace: Namespace) -> int | None:
-    if _of(namespace, "group_query_attention"):
-        groups: int | None = _of(namespace, "num_query_groups")
-        return groups
-    heads: int | None = _of(namespace, "num_attention_heads")
-    return heads
+def _query_groups(*namespaces: Namespace) -> list[int | None]:
+    """Return the key-value heads of each, where any has fewer of them than heads."""
+    if not any(_of(namespace, "group_query_attention") for namespace in namespaces):
+        return [None] * len(namespaces)
+    return [
+        _of(
+            each,
+            "num_query_groups" if _of(each, "group_query_attention") else "num_attention_heads",
+        )
+        for each in namespaces
+    ]
 
 
 def _sparse_layers(namespace: Namespace) -> list[int] | None:

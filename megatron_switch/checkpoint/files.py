@@ -91,9 +91,9 @@ def write_tracker(folder: Path, found: FoundCheckpoint) -> None:
             stream.write(content)
     except OSError as error:
         raise CheckpointError(
-            f"{folder / TRACKER} does not name the newest complete checkpoint ({found.folder.name}) "
-            f"and cannot be written ({error}). Write {content!r} into that file, or load a "
-            "copy of the folder with --load."
+            f"{folder / TRACKER} does not name the newest complete checkpoint, "
+            f"{found.folder.name}, and cannot be written ({error}). Write {content!r} into that "
+            "file, or load a copy of the folder with --load."
         ) from error
 
 

@@ -33,6 +33,7 @@ from megatron_switch.patching import Patch, applied
 _NO_GPU = "there is no CUDA device to ask"
 _BOUND_AT_IMPORT = "it holds torch's own function from before the emulation"
 _HOST_STREAM = "the host draws from a generator of its own"
+_RECOMPUTE = "recompute must restore the emulated CUDA stream, though its tensors are the CPU's"
 _entered: list[CudaOnCpu] = []
 
 
@@ -78,8 +79,13 @@ def emulation_patches(device: Device, streams: RandomStreams, mode: CudaOnCpu) -
         Patch("torch:default_generator", _HOST_STREAM, streams.host),
         Patch("torch.random:default_generator", _HOST_STREAM, streams.host),
         Patch(
+            "torch.utils.checkpoint:_infer_device_type",
+            _RECOMPUTE,
+            lambda *args: "cuda",
+        ),
+        Patch(
             "torch.utils.checkpoint:get_device_states",
-            "recompute must restore the emulated CUDA stream too, though its tensors are the CPU's",
+            _RECOMPUTE,
             lambda *args: ([device.current_device()], [streams.cuda.get_state()]),
         ),
         Patch(

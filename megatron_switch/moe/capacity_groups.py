@@ -1,12 +1,12 @@
 """Routing over whole capacity groups, whichever ranks hold their tokens.
 
-Capacity is counted over a group of tokens: one micro-batch, one sequence of it, or all micro-batches
-of the ranks that share the experts. Sequence and context parallelism spread the tokens of a group
-over ranks, so a rank cannot number its slots alone. :class:`CapacityGroups` gathers what it lacks,
-with one all-gather:
+Capacity is counted over a group of tokens: one micro-batch, one sequence of it, or all
+micro-batches of the ranks that share the experts. Sequence and context parallelism spread the
+tokens of a group over ranks, so a rank cannot number its slots alone. :class:`CapacityGroups`
+gathers what it lacks:
 
-* first come, first served: int32 counts of tokens per (sequence, chunk, expert); a rank adds up
-  those of earlier chunks (:mod:`megatron_switch.moe.shards`);
+* first come, first served: int32 counts of tokens per (sequence, chunk, expert), in one all-gather;
+  a rank adds up those of earlier chunks (:mod:`megatron_switch.moe.shards`);
 * by probability: the tokens themselves in index form, because counts cannot tell whose gate is
   larger.
 
@@ -121,19 +121,28 @@ class CapacityGroups:
             )
         sequence_B1 = torch.arange(num_sequences, device=x_BSD.device).unsqueeze(1)
         sequence_T = sequence_B1.expand(-1, length).reshape(-1)
-        by_sequence = self._kind == "sequence"
+        num_groups = self.count(num_sequences)
         return Rows(
             num_sequences=num_sequences,
             length=length,
             sequence_T=sequence_T,
-            group_T=sequence_T if by_sequence else torch.zeros_like(sequence_T),
-            num_groups=num_sequences if by_sequence else 1,
+            group_T=sequence_T if num_groups > 1 else torch.zeros_like(sequence_T),
+            num_groups=num_groups,
             padding_T=None if padding_BS is None else padding_BS.flatten(),
         )
 
-    def size(self, rows: Rows) -> int:
-        """Return the tokens of one capacity group over all ranks, padding included."""
-        return rows.num_sequences * rows.length * self._ranks.size() // rows.num_groups
+    def count(self, num_sequences: int) -> int:
+        """Return the capacity groups that a micro-batch of so many sequences has tokens of."""
+        return num_sequences if self._kind == "sequence" else 1
+
+    def size(self, num_sequences: int, length: int) -> int:
+        """Return the tokens of one capacity group over all ranks, padding included.
+
+        Args:
+            num_sequences: Sequences in the micro-batch.
+            length: Positions of a sequence on this rank.
+        """
+        return num_sequences * length * self._ranks.size() // self.count(num_sequences)
 
     def positions(self, rows: Rows) -> Tensor:
         """Return each row's place in the whole micro-batch: int64 (T,), batch-major over shards."""

@@ -6,20 +6,26 @@ all ranks with one all-reduce over the world, which every rank joins: pipeline s
 layer add zeros, and tensor, context and data ranks hold distinct tokens, so each token counts once.
 
 A router records only where gradients are enabled, which is once per micro-batch with or without
-recompute; evaluation goes to rows of its own that only :meth:`report_evaluation` reads.
+recompute; evaluation goes to rows of its own that only :meth:`report_evaluation` reads. Both stand
+among Megatron's metric entries and are cleared in place, because a captured CUDA graph goes on
+adding to the memory it was captured with, and Megatron restores the entries after its warm-up.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_logging import (
+    MetricEntry,
+    MoEMetricsTracker,
+    get_moe_metrics_tracker,
+)
 from torch import Tensor
 
 from megatron_switch.moe.statistics import RoutingReport, row_width
 
 _STEP_KEYS = ("advanced iterations", "skipped iterations")
+_Phase = Literal["training", "evaluation"]
 
 
 class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
@@ -47,19 +53,11 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         self._on_report = on_report
         self._layer_interval = layer_interval
         self._steps_before = (0, 0)
-        self._training_rows: Tensor | None = None
-        self._evaluation_rows: Tensor | None = None
 
     def record_row(self, layer_number: int, row: Tensor, *, training: bool) -> None:
         """Add one micro-batch's row of one layer (see ``statistics_row``)."""
-        if training:
-            if self._training_rows is None:
-                self._training_rows = row.new_zeros(self._shape)
-            self._training_rows[self._row_of_layer[layer_number]] += row
-        else:
-            if self._evaluation_rows is None:
-                self._evaluation_rows = row.new_zeros(self._shape)
-            self._evaluation_rows[self._row_of_layer[layer_number]] += row
+        rows = self._rows("training" if training else "evaluation", row.device)
+        rows[self._row_of_layer[layer_number]] += row
 
     def report(
         self,
@@ -77,7 +75,7 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         known here from construction, so they are not read.
 
         Args:
-            loss_scale: One over the number of micro-batches of this rank.
+            loss_scale: One over the number of micro-batches; the rows know how many they hold.
             iteration: Current iteration.
             writer: TensorBoard writer, on the rank that has one.
             wandb_writer: Weights & Biases run, on the rank that has one.
@@ -87,11 +85,9 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         Returns:
             Text for the console line.
         """
-        rows, self._training_rows = self._training_rows, None
         if not self._layer_numbers:
             return ""
-        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=False)
-        report = self._summed(rows, replicas / loss_scale)
+        report = self._summed("training")
         scalars = report.scalars()
         _log(writer, wandb_writer, scalars, iteration)
         if per_layer_logging or iteration % self._layer_interval == 0:
@@ -104,21 +100,29 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
     def report_evaluation(self) -> RoutingReport | None:
         """Sum evaluation rows over ranks and clear them; every rank must call it.
 
-        The losses of an evaluation are not recorded: they belong to training.
-
         Returns:
             The report, or None where the model has no MoE layer.
         """
-        rows, self._evaluation_rows = self._evaluation_rows, None
-        return self._summed(rows, 1.0) if self._layer_numbers else None
+        return self._summed("evaluation") if self._layer_numbers else None
 
-    def _summed(self, rows: Tensor | None, num_microbatches: float) -> RoutingReport:
-        if rows is None:  # a pipeline stage without an MoE layer
-            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-            rows = torch.zeros(self._shape, dtype=torch.float64, device=device)
+    def _rows(self, phase: _Phase, device: torch.device | int | str) -> Tensor:
+        """Return the rows recorded since the last report: (L, row_width(E)), float64."""
+        if phase not in self._metrics:
+            with torch.inference_mode(False):  # generating text may come first
+                rows = torch.zeros(self._shape, dtype=torch.float64, device=device)
+            self._metrics[phase] = MetricEntry(values=rows)
+        values: Tensor = self._metrics[phase].values
+        return values
+
+    def _summed(self, phase: _Phase) -> RoutingReport:
+        # A pipeline stage without an MoE layer has recorded nothing.
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        recorded = self._rows(phase, device)
+        rows = recorded.clone()
+        recorded.zero_()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(rows)
-        return RoutingReport.of(rows.cpu(), self._layer_numbers, num_microbatches)
+        return RoutingReport.of(rows.cpu(), self._layer_numbers)
 
     def _add_to_console(
         self, total_loss_dict: dict[str, Any] | None, scalars: dict[str, float]
@@ -164,8 +168,9 @@ def console_text(report: RoutingReport) -> str:
 
 
 def _named_by_layer(report: RoutingReport) -> dict[str, float]:
+    """Return per-layer values under Megatron's names, which count layers from 0."""
     return {
-        f"moe/{name}_layer_{number}": value
+        f"moe/{name}_layer_{number - 1}": value
         for name, values in report.per_layer().items()
         for number, value in zip(report.layer_numbers, values, strict=True)
     }

@@ -1,36 +1,34 @@
 """The Switch router: logits, routing over whole capacity groups, losses and statistics.
 
-:class:`SwitchRouter` is the shell around the pure functions of this package. It decides over which
-tokens a loss or a capacity counts, gathers the counts that other ranks hold, and attaches the
-losses' gradients. What it does not do: build a [tokens, experts] map, or drop anything - dropping
-is a comparison of a token's slot with the capacity, and dispatch reads the result.
+:class:`SwitchRouter` is the shell around the pure functions of this package. It decides how many
+slots an expert has, over which tokens a loss counts, and attaches the losses' gradients. What it
+does not do: build a [tokens, experts] map, or drop anything - dropping is a comparison of a token's
+slot with the capacity, and dispatch reads the result.
 
 Decisions:
 
 * Logits, softmax and argmax are float32 whatever the model's dtype (float64 where a test wants an
   oracle); jitter multiplies the float32 router input, in training only; there is no bias.
 * Rows are batch-major (all of sequence 0 first), as in Mesh-TensorFlow, whatever Megatron's
-  [S, B] layout. Capacity counts tokens of all tensor- and context-parallel shards of a group.
+  [S, B] layout.
 * Losses count tokens before any drop: over each sequence with capacity group ``sequence``, over
   the micro-batch otherwise. Each rank attaches its share; Megatron sums gradients over shards and
   averages them over data-parallel ranks and micro-batches.
 * Statistics are recorded once per micro-batch: in training where gradients are enabled, so that a
   recomputed layer records once, and in evaluation apart from training.
-* Like Megatron's routers it returns a pair whose second item says which experts were chosen, for
-  what hooks a router from outside (``--moe-routing-trace-path``).
+* Like Megatron's routers it returns a pair whose second item says which experts were chosen; what
+  watches routers from outside (``--moe-routing-trace-path``) reads that.
 
 Shape letters:
 
     S  positions of a sequence on this rank    B  sequences in the micro-batch
     T  tokens on this rank, T = B * S          D  model
-    E  experts                                 K  chunks of a sequence on this rank
-    N  ranks that share a capacity group       G  groups of tokens
+    E  experts                                 G  groups over which balance is measured
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import (
@@ -42,9 +40,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_switch.config import SwitchConfig
-from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.moe import counter
 from megatron_switch.moe.capacity import expert_capacity
+from megatron_switch.moe.capacity_groups import CapacityGroups, Rows
 from megatron_switch.moe.initialization import init_router_weight_
 from megatron_switch.moe.losses import load_balancing_share, router_z_share
 from megatron_switch.moe.metrics import record_routing
@@ -52,13 +50,8 @@ from megatron_switch.moe.routed import RoutedTokens
 from megatron_switch.moe.routing import (
     RouterProbabilities,
     SwitchRouting,
-    assign_slots,
-    count_tokens,
-    route_probs,
     router_probabilities,
-    shift_slots,
 )
-from megatron_switch.moe.shards import SequenceShards, earlier_counts
 from megatron_switch.moe.statistics import LADDER, statistics_row
 from megatron_switch.moe.step_key import step_key
 
@@ -68,9 +61,13 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
 
     Args:
         config: Megatron's transformer configuration.
-        pg_collection: Process groups; tensor-and-context, tensor, context and expert are read.
+        pg_collection: Process groups; tensor, context, tensor-and-context are read, and the ranks
+            that share all experts.
         is_mtp_layer: Always False; multi-token prediction is refused with Switch.
         switch: Switch settings.
+
+    Raises:
+        LayoutError: If the ranks cannot form the capacity groups.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         if self.bias is not None:  # Megatron ties the router's bias to those of linear layers
             del self.bias
             self.register_parameter("bias", None)
-        self._groups = CapacityGroups(switch.capacity_group, pg_collection)
+        self.groups = CapacityGroups(switch.capacity_group, pg_collection)
 
     def forward(
         self, x_BSD: Tensor, padding_mask: Tensor | None = None
@@ -105,17 +102,15 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         Raises:
             ConfigError: If the padding mask is not as above.
         """
-        rows = self._groups.rows(x_BSD, padding_mask)
+        rows = self.groups.rows(x_BSD, padding_mask)
+        capacity = self.capacity_of(rows.num_sequences, rows.length)
         key_T = self._keys(rows) if self._draws_noise() else None
         logits_TE = self.gating(self._jittered(x_BSD.flatten(0, 1), key_T))
         if self.config.moe_router_force_load_balancing:
             logits_TE = apply_random_logits(logits_TE)
         scores = router_probabilities(logits_TE)
-        routing, counts_GE = self._groups.route(
-            scores.probs_TE,
-            rows,
-            capacity=self.capacity_of(self._groups.size(rows)),
-            order=self.switch.drop_order,
+        routing, counts_GE = self.groups.route(
+            scores.probs_TE, rows, capacity=capacity, order=self.switch.drop_order
         )
         if not self.training or torch.is_grad_enabled():
             routing = self._account(scores, routing, counts_GE, rows)
@@ -123,7 +118,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
             routing=routing,
             group_T=rows.group_T,
             num_groups=rows.num_groups,
-            capacity=routing.capacity,
+            capacity=capacity,
             key_T=key_T if self.switch.expert_dropout else None,
         )
         return routed, routing.expert_T.unsqueeze(1)
@@ -157,15 +152,20 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         logits_TE: Tensor = router_gating_linear(x_TD, self.weight, None, dtype)
         return logits_TE
 
-    def capacity_of(self, num_tokens: int) -> int:
-        """Return the slots per expert for a capacity group of ``num_tokens`` tokens."""
+    def capacity_of(self, num_sequences: int, length: int) -> int:
+        """Return the slots per expert and capacity group.
+
+        Args:
+            num_sequences: Sequences in the micro-batch.
+            length: Positions of a sequence on this rank.
+        """
         if self.switch.capacity is not None:
             return self.switch.capacity
         factor = self.switch.eval_capacity_factor
         if self.training:
             given = self.config.moe_expert_capacity_factor
             factor = -1.0 if given is None else given
-        return self._capacity_at(num_tokens, factor)
+        return self._capacity_at(self.groups.size(num_sequences, length), factor)
 
     def _capacity_at(self, num_tokens: int, factor: float) -> int:
         return expert_capacity(
@@ -179,7 +179,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
     def _keys(self, rows: Rows) -> Tensor:
         """Return the tokens' random keys: by place in the whole micro-batch, on any rank."""
         assert self.layer_number is not None, "noise is keyed by the layer's number"
-        return counter.token_keys(step_key(), self.layer_number, self._groups.positions(rows))
+        return counter.token_keys(step_key(), self.layer_number, self.groups.positions(rows))
 
     def _jittered(self, x_TD: Tensor, key_T: Tensor | None) -> Tensor:
         jitter_eps = self.config.moe_input_jitter_eps
@@ -189,41 +189,41 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         return counter.jitter(x_TD, key_T, jitter_eps)
 
+    def _draws_noise(self) -> bool:
+        noise = self.config.moe_input_jitter_eps or self.switch.expert_dropout
+        return bool(self.training and noise)
+
     def _account(
         self, scores: RouterProbabilities, routing: SwitchRouting, counts_GE: Tensor, rows: Rows
     ) -> SwitchRouting:
         """Record statistics, and in training attach the losses' gradients to the gates."""
-        loss_group_T = rows.group_T if rows.num_groups > 1 else None
-        balance_share = load_balancing_share(
-            scores.probs_TE, counts_GE, group_T=loss_group_T, padding_T=rows.padding_T
-        )
         num_tokens = counts_GE.sum()
+        balance_share = load_balancing_share(
+            scores.probs_TE,
+            counts_GE,
+            group_T=rows.group_T if rows.num_groups > 1 else None,
+            padding_T=rows.padding_T,
+        )
         z_share = router_z_share(
             scores.logsumexp_T, padding_T=rows.padding_T, num_tokens=num_tokens
         )
-        group_size = routing.slot_T.numel() * self._capacity_ranks.size() // rows.num_groups
         if self.layer_number is not None:
+            group_size = self.groups.size(rows.num_sequences, rows.length)
             row = statistics_row(
                 routing,
                 balance_share=balance_share,
                 z_share=z_share,
                 ladder_capacities=tuple(self._capacity_at(group_size, f) for f in LADDER),
+                counts_micro_batch=self.tp_cp_group.rank() == 0,
             )
             record_routing(self.layer_number, row, training=self.training)
         if not self.training:
             return routing
-        loss = self._balance_coeff() * balance_share + self._z_coeff() * z_share
-        if self.calculate_per_token_loss:  # Megatron divides these gradients by loss tokens
-            loss = loss * num_tokens
-        return replace(routing, gate_T=MoEAuxLossAutoScaler.apply(routing.gate_T, loss))
-
-    def _balance_coeff(self) -> float:
-        coeff: float = self.get_aux_loss_coeff("aux_loss")
-        return coeff
-
-    def _z_coeff(self) -> float:
-        return self.config.moe_z_loss_coeff or 0.0
-
-    def _needs_keys(self) -> bool:
-        noise = self.config.moe_input_jitter_eps or self.switch.expert_dropout
-        return bool(self.training and noise)
+        coefficients = (self.get_aux_loss_coeff("aux_loss"), self.config.moe_z_loss_coeff)
+        for coefficient, share in zip(coefficients, (balance_share, z_share), strict=True):
+            if coefficient:
+                # With the loss counted per token, Megatron divides these gradients by tokens.
+                loss = coefficient * share * (num_tokens if self.calculate_per_token_loss else 1)
+                gate_T = MoEAuxLossAutoScaler.apply(routing.gate_T, loss)
+                routing = replace(routing, gate_T=gate_T)
+        return routing

@@ -11,7 +11,7 @@ from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.moe.switch_mlp import SwitchMLP
 
 
-def switch_mlp_spec(switch: SwitchConfig, *, seed: int) -> "functools.partial[Any]":
+def switch_mlp_spec(switch: SwitchConfig, *, seed: int) -> functools.partial[Any]:
     """Return a builder for ``submodules.mlp`` of a transformer layer spec.
 
     Args:

@@ -2,7 +2,8 @@
 
 A layer's statistics are one row of sums. Rows are added, never averaged, until the very end, so
 that a logged value is the effective value in every layout: the losses are recorded as this rank's
-*share* (their sum over the ranks of a micro-batch is the loss), everything else as counts.
+*share* (their sum over the ranks of a micro-batch is the loss), everything else as counts, the
+micro-batches themselves included.
 
 Counts are of tokens before any drop, padding excluded. The ladder says how many tokens *would* have
 been dropped at other capacity factors; slots are numbered before capacity cuts them off, so it is
@@ -23,14 +24,13 @@ from megatron_switch.moe.routing import SwitchRouting
 LADDER = (1.0, 1.1, 1.2, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Capacity factors at which the tokens that would be dropped are counted."""
 
-_LOSS_COLUMNS = 2
-_COUNT_COLUMNS = 2
-_LOAD_START = _LOSS_COLUMNS + _COUNT_COLUMNS + len(LADDER)
+_WIDTHS = (2, 3, len(LADDER))
+"""Columns: both losses; micro-batches, tokens, dropped tokens; the ladder. Then the experts."""
 
 
 def row_width(num_experts: int) -> int:
     """Return the number of columns of a row of statistics."""
-    return _LOAD_START + num_experts
+    return sum(_WIDTHS) + num_experts
 
 
 def statistics_row(
@@ -39,6 +39,7 @@ def statistics_row(
     balance_share: Tensor,
     z_share: Tensor,
     ladder_capacities: tuple[int, ...],
+    counts_micro_batch: bool,
 ) -> Tensor:
     """Return one micro-batch's sums on this rank: float64, shape (row_width(E),).
 
@@ -47,12 +48,16 @@ def statistics_row(
         balance_share: This rank's share of the load-balancing loss, coefficient not applied.
         z_share: This rank's share of the router z-loss, coefficient not applied.
         ladder_capacities: Capacity at each factor of :data:`LADDER`.
+        counts_micro_batch: Whether this rank counts the micro-batch; of the ranks that share one,
+            one does.
     """
-    real_T = routing.slot_T >= 0
     losses = torch.stack([balance_share.detach().double(), z_share.detach().double()])
-    counts = torch.stack([real_T.sum(), (real_T & ~routing.kept_T).sum()])
+    tokens = routing.tokens_per_expert_E.sum()
+    counts = torch.stack(
+        [torch.full_like(tokens, counts_micro_batch), tokens, tokens - routing.kept_T.sum()]
+    )
     ladder = torch.stack([(routing.slot_T >= capacity).sum() for capacity in ladder_capacities])
-    return torch.cat([losses, counts, ladder, routing.tokens_per_expert_E]).double()
+    return torch.cat([losses, counts, ladder, routing.tokens_per_expert_E])
 
 
 @dataclass(frozen=True)
@@ -75,28 +80,26 @@ class RoutingReport:
     """Fraction of a layer's tokens that chose each expert; rows sum to 1 where tokens came."""
 
     @classmethod
-    def of(
-        cls, rows: Tensor, layer_numbers: tuple[int, ...], num_microbatches: float
-    ) -> "RoutingReport":
+    def of(cls, rows: Tensor, layer_numbers: tuple[int, ...]) -> "RoutingReport":
         """Turn summed rows into means and fractions.
 
         Args:
             rows: Sums over all ranks and micro-batches: float64 on CPU, (L, row_width(E)).
             layer_numbers: 1-based number of each row's layer.
-            num_microbatches: Micro-batches in the sums, over all data-parallel replicas.
         """
-        losses, counts, ladder, load = torch.split(
-            rows, [_LOSS_COLUMNS, _COUNT_COLUMNS, len(LADDER), rows.shape[1] - _LOAD_START], dim=1
-        )
-        tokens = counts[:, 0].clamp(min=1.0)
+        num_experts = rows.shape[1] - sum(_WIDTHS)
+        losses, counts, ladder, load = torch.split(rows, [*_WIDTHS, num_experts], dim=1)
+        micro_batches, tokens, dropped = counts.unbind(dim=1)
+        losses = losses / micro_batches.clamp(min=1.0)[:, None]
+        divisor = tokens.clamp(min=1.0)  # a layer may have seen nothing
         return cls(
             layer_numbers=layer_numbers,
-            balance_loss_L=losses[:, 0] / num_microbatches,
-            z_loss_L=losses[:, 1] / num_microbatches,
-            tokens_L=counts[:, 0],
-            dropped_L=counts[:, 1] / tokens,
-            ladder_LF=ladder / tokens[:, None],
-            load_LE=load / tokens[:, None],
+            balance_loss_L=losses[:, 0],
+            z_loss_L=losses[:, 1],
+            tokens_L=tokens,
+            dropped_L=dropped / divisor,
+            ladder_LF=ladder / divisor[:, None],
+            load_LE=load / divisor[:, None],
         )
 
     @property

@@ -7,11 +7,13 @@ recompute saves and restores the states of its RNG tracker around every recomput
 sits among those states is therefore always the one of the forward pass being repeated.
 
 The key is stored as eight bytes under a name of its own, and no generator is ever forked under that
-name, so Megatron never takes it for a generator state.
+name, so Megatron never takes it for a generator state. (Capturing CUDA graphs, it would; they and
+noise exclude each other anyway, see :mod:`megatron_switch.moe.switch_mlp`.)
 """
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _NAME = "switch-step-key"
 _NUM_BYTES = 8
@@ -22,7 +24,8 @@ def set_step_key(key: int) -> None:
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
     key_bytes = key.to_bytes(_NUM_BYTES, "little", signed=True)
-    states[_NAME] = torch.tensor(list(key_bytes), dtype=torch.uint8)
+    with unset_fake_temporarily():  # readable also where all other tensors are fake
+        states[_NAME] = torch.tensor(list(key_bytes), dtype=torch.uint8, device="cpu")
     tracker.set_states(states)
 
 

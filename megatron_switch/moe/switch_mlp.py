@@ -17,12 +17,13 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules, te_checkpoint
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
-from megatron_switch.moe.dispatcher import PackedDispatcher, PaddedDispatcher
+from megatron_switch.moe.dispatcher import Dispatcher, PaddedDispatcher, build_dispatcher
 from megatron_switch.moe.routed import RoutedTokens
 
 
@@ -52,11 +53,9 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         switch: SwitchConfig,
         seed: int,
     ) -> None:
-        if is_mtp_layer:
-            raise ConfigError(
-                "Switch layers do not take part in multi-token prediction. Leave "
-                "--mtp-num-layers out."
-            )
+        _refuse_unsupported(config, switch, is_mtp_layer)
+        if pg_collection is None:
+            pg_collection = get_default_pg_collection()
         super().__init__(
             config=config,
             submodules=submodules,
@@ -67,10 +66,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         )
         self.switch = switch
         self._seed = seed
-        padded = switch.dispatch == "padded"
-        self.token_dispatcher = (PaddedDispatcher if padded else PackedDispatcher)(
-            config, pg_collection, overlap_chunks=switch.overlap_chunks
-        )
+        self.token_dispatcher: Dispatcher = build_dispatcher(config, switch, pg_collection)
         if layer_number is not None:
             self.set_layer_number(layer_number)
 
@@ -96,7 +92,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         """Route tokens to experts and add up what comes back.
 
         Args:
-            hidden_states: Shape (S, B, D).
+            hidden_states: This rank's tokens, shape (S, B, D).
             intermediate_tensors: Must be None: partial execution belongs to schedules that are
                 refused with Switch.
             padding_mask: True for padding, shape (B, S), bool; None without padding.
@@ -104,6 +100,10 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         Returns:
             Expert outputs of shape (S, B, D), exactly zero for dropped tokens and padding, and None
             in the place of a bias.
+
+        Raises:
+            ConfigError: If tensor ranks hold the same tokens, or the mask does not fit them.
+            OutOfMemoryError: With sizes, and the flags that shrink them.
         """
         assert intermediate_tensors is None, "refused: --overlap-moe-expert-parallel-comm"
         if self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
@@ -111,35 +111,76 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
                 f"With --tensor-model-parallel-size {self.attn_tp_group.size()} every tensor rank "
                 "would route the same tokens. Add --sequence-parallel."
             )
-        if self.moe_layer_recompute and self.training:
-            output: Tensor = tensor_parallel.checkpoint(
-                self._routed_forward, False, hidden_states, padding_mask
-            )
-        else:
-            output = self._routed_forward(hidden_states, padding_mask)
+        if not (self.moe_layer_recompute and self.training):
+            return self._routed_forward(hidden_states, padding_mask), None
+        # Transformer Engine must know of a second pass through layers that scale to fp8 or fp4.
+        engine = self.config.fp8 or self.config.fp4
+        states = (tensor_parallel.random.get_cuda_rng_tracker, self.tp_group) if engine else ()
+        checkpoint = te_checkpoint if engine else tensor_parallel.checkpoint
+        output: Tensor = checkpoint(
+            self._routed_forward, False, *states, hidden_states, padding_mask
+        )
         return output, None
 
     def _routed_forward(self, hidden_SBD: Tensor, padding_BS: Tensor | None) -> Tensor:
         x_BSD = hidden_SBD.transpose(0, 1).contiguous()
-        x_TD = x_BSD.flatten(0, 1)
-        routed: RoutedTokens = self.router(x_BSD, padding_BS)
         try:
-            y_TD: Tensor = self.token_dispatcher.run(x_TD, routed, self.experts)
+            routed: RoutedTokens = self.router(x_BSD, padding_BS)[0]
+            y_TD = self.token_dispatcher.run(x_BSD.flatten(0, 1), routed, self.experts)
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(self._memory_advice(x_TD, routed)) from error
+            raise torch.OutOfMemoryError(self._memory_advice(x_BSD)) from error
         return y_TD.view_as(x_BSD).transpose(0, 1).contiguous()
 
-    def _memory_advice(self, x_TD: Tensor, routed: RoutedTokens) -> str:
-        """Say what the exchange needs and which flags shrink it."""
-        num_tokens, width = x_TD.shape
-        slots = routed.num_groups * routed.capacity * self.config.num_moe_experts
-        mebibytes = slots * width * x_TD.element_size() / 2**20
+    def _memory_advice(self, x_BSD: Tensor) -> str:
+        """Say what the layer's largest buffers need, and which flags shrink them."""
+        num_sequences, length, width = x_BSD.shape
+        num_tokens, num_experts = num_sequences * length, self.config.num_moe_experts
+        capacity = self.router.capacity_of(num_sequences, length)
+        groups = self.router.groups.count(num_sequences)
+        rows = self._most_rows(num_tokens, groups * capacity)
+        row_bytes = width * x_BSD.element_size()
+        factor = (
+            "--moe-expert-capacity-factor" if self.training else "--switch-eval-capacity-factor"
+        )
+        if self.switch.capacity is not None:
+            factor = "--switch-capacity"
         return (
             f"Out of memory in Switch layer {self.layer_number}: T = {num_tokens} tokens on this "
-            f"rank, E = {self.config.num_moe_experts} experts, C = {routed.capacity} slots each "
-            f"in {routed.num_groups} groups; {slots} slots of {width} elements are "
-            f"{mebibytes:.0f} MiB a buffer, of which an exchange holds several. Lower "
-            "--micro-batch-size or --moe-expert-capacity-factor, raise "
-            "--expert-model-parallel-size, or recompute with --recompute-granularity selective "
-            "--recompute-modules moe."
+            f"rank, E = {num_experts} experts, C = {capacity} slots per expert and capacity group. "
+            f"This rank's experts take up to {rows} rows of {row_bytes} bytes, "
+            f"{rows * row_bytes / 2**20:.1f} MiB, held several times over; the router's "
+            f"probabilities take {4 * num_tokens * num_experts / 2**20:.1f} MiB. Lower "
+            f"--micro-batch-size or {factor}, raise --expert-model-parallel-size, or recompute "
+            "with --recompute-granularity selective --recompute-modules moe."
+        )
+
+    def _most_rows(self, num_tokens: int, num_slots: int) -> int:
+        """Return how many rows this rank's experts can be sent.
+
+        Args:
+            num_tokens: Tokens of a rank.
+            num_slots: Slots of an expert in all capacity groups of a micro-batch.
+        """
+        grid = self.token_dispatcher.grid
+        shards: int = self.router.tp_cp_group.size()
+        if isinstance(self.token_dispatcher, PaddedDispatcher):  # sent, filled or not
+            return grid.peers * grid.local_experts * -(-num_slots // shards)
+        micro_batches = 1 if self.switch.capacity_group == "ep" else -(-grid.peers // shards)
+        return min(grid.peers * num_tokens, micro_batches * grid.local_experts * num_slots)
+
+
+def _refuse_unsupported(
+    config: TransformerConfig, switch: SwitchConfig, is_mtp_layer: bool
+) -> None:
+    if is_mtp_layer:
+        raise ConfigError(
+            "Switch layers do not take part in multi-token prediction. Leave --mtp-num-layers out."
+        )
+    noise = config.moe_input_jitter_eps or switch.expert_dropout
+    if noise and config.cuda_graph_impl != "none":
+        raise ConfigError(
+            "A captured CUDA graph would repeat the noise of one micro-batch for ever, and "
+            f"--moe-input-jitter-eps is {config.moe_input_jitter_eps}, --switch-expert-dropout "
+            f"{switch.expert_dropout}. Set both to 0, or leave --cuda-graph-impl "
+            f"{config.cuda_graph_impl} out."
         )

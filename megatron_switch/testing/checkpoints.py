@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_switch.checkpoint.contents import COMMON_STATE_KEY, read_index
 from megatron_switch.checkpoint.files import TRACKER
@@ -84,7 +87,7 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is .*")
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
     return tensors
 
 
@@ -111,10 +114,10 @@ def save_checkpoint(
     state: dict[str, Any] = {**tensors, COMMON_STATE_KEY: [dict(common_state)]}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is .*")
-        dcp.save(
+        save(
             state,
-            storage_writer=dcp.FileSystemWriter(target),
-            planner=dcp.DefaultSavePlanner(
+            storage_writer=FileSystemWriter(target),
+            planner=DefaultSavePlanner(
                 flatten_state_dict=False,
                 flatten_sharded_tensors=False,  # it would lose empty dictionaries and lists
             ),

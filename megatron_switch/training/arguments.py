@@ -2,14 +2,15 @@
 
 One parser, Megatron's own, is extended and never copied. Defaults become Switch's before parsing
 (an explicit flag always wins), and those that depend on other flags or on what is installed are
-filled in afterwards by :mod:`megatron_switch.training.defaults`. Nothing here reads or writes
-Megatron's global variables.
+filled in afterwards by :mod:`megatron_switch.training.defaults`. A ``--switch-model`` file is read
+as words that stand before those of the command line: types and choices are checked the same way,
+and the command line, being later, wins. Nothing here reads or writes Megatron's global variables.
 """
 
 import difflib
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -42,7 +43,7 @@ class CommandLine:
     args: Namespace
     """Megatron's namespace, not validated yet."""
     explicit: frozenset[str]
-    """Attributes of ``args`` whose flag stood on the command line."""
+    """Attributes of ``args`` whose flag stood on the command line or in the model file."""
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -59,13 +60,15 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     def add_switch_flags(parser: ArgumentParser) -> ArgumentParser:
         _SwitchFlags(SwitchConfig).build_group(parser, title="Switch Transformer")
         parser.error = _refuse  # type: ignore[method-assign]  # Megatron's 800-line usage helps nobody
-        flags = {flag: action.dest for action in parser._actions for flag in action.option_strings}
+        flags = {flag: action for action in parser._actions for flag in action.option_strings}
         _refuse_unknown(argv, flags)
-        seen.update(flags[word] for word in _flag_words(argv) if word in flags)
-        parser.set_defaults(**_defaults(argv, known=set(flags.values())))
+        words = [*_model_words(argv, flags), *argv]
+        seen.update(flags[word].dest for word in _flag_words(words))
+        parser.set_defaults(**_defaults(words))
+        sys.argv[1:] = words  # what Megatron lets the parser read
         return parser
 
-    with _command_line_of(argv):
+    with _command_line_kept():
         args = parse_args(add_switch_flags)
     return CommandLine(args, frozenset(seen))
 
@@ -89,19 +92,54 @@ class _SwitchFlags(ArgumentGroupFactory):  # type: ignore[misc]
         return kwargs
 
 
-def _defaults(argv: Sequence[str], known: set[str]) -> dict[str, object]:
-    early = ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--switch-recipe", default="switch")
-    early.add_argument("--switch-model")
-    chosen, _ = early.parse_known_args(list(argv))
+def _defaults(words: Sequence[str]) -> dict[str, object]:
     # An unknown recipe is reported by the real parser, which lists the choices.
-    recipe = RECIPES.get(chosen.switch_recipe, RECIPES["switch"])
-    model = {} if chosen.switch_model is None else _read_model(Path(chosen.switch_model), known)
-    return {**SWITCH_DEFAULTS, **recipe, **model}
+    recipe = RECIPES.get(_early("--switch-recipe", words) or "", RECIPES["switch"])
+    return {**SWITCH_DEFAULTS, **recipe}
 
 
-def _read_model(path: Path, known: set[str]) -> dict[str, object]:
-    """Return the flags of a ``--switch-model`` file as attributes."""
+def _early(flag: str, words: Sequence[str]) -> str | None:
+    """Return the value of one flag, before the others can be parsed."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value")
+    parser.error = _refuse  # type: ignore[method-assign]
+    value: str | None = parser.parse_known_args(list(words))[0].value
+    return value
+
+
+def _model_words(argv: Sequence[str], flags: Mapping[str, Action]) -> list[str]:
+    """Return the flags of the ``--switch-model`` file as words of a command line."""
+    name = _early("--switch-model", argv)
+    if name is None:
+        return []
+    path = Path(name)
+    model = {"--" + key.lstrip("-").replace("_", "-"): v for key, v in _read_model(path).items()}
+    unknown = sorted(set(model) - set(flags))
+    if unknown:
+        raise ConfigError(
+            f"--switch-model {path} holds names that are no flag: {', '.join(unknown)}."
+            f"{_suggestion(unknown[0], flags)}"
+        )
+    return [word for flag, v in model.items() for word in _words(flags[flag], flag, v, path)]
+
+
+def _words(action: Action, flag: str, value: object, path: Path) -> list[str]:
+    """Return one entry of a model file as it would stand on a command line."""
+    takes_value = action.nargs != 0
+    if value is None or (value is False and not takes_value):  # as it is by default
+        return []
+    if isinstance(value, bool) == takes_value:
+        rule = "takes a value" if takes_value else "is on or off, so true or false"
+        raise ConfigError(f"--switch-model {path}: {flag} {rule}, got {json.dumps(value)}.")
+    if not takes_value:
+        return [flag]
+    if isinstance(value, list) and action.nargs is not None:
+        return [flag, *map(str, value)]
+    # As one word, a list is in Python's notation, which is what --moe-layer-freq reads.
+    return [f"{flag}={value}"]
+
+
+def _read_model(path: Path) -> dict[str, object]:
     try:
         flags = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -117,28 +155,26 @@ def _read_model(path: Path, known: set[str]) -> dict[str, object]:
             f"--switch-model wants a JSON object of flags and values; {path} holds a "
             f"{type(flags).__name__}."
         )
-    attributes = {name.lstrip("-").replace("-", "_"): value for name, value in flags.items()}
-    unknown = sorted(set(attributes) - known)
-    if unknown:
-        raise ConfigError(
-            f"--switch-model {path} holds names that are no Megatron flag: {', '.join(unknown)}."
-            f"{_suggestion(unknown[0], known)}"
-        )
-    return attributes
+    return flags
 
 
 def _flag_words(argv: Sequence[str]) -> list[str]:
     return [word.split("=", 1)[0] for word in argv if word.startswith("--")]
 
 
-def _refuse_unknown(argv: Sequence[str], flags: Mapping[str, str]) -> None:
+def _refuse_unknown(argv: Sequence[str], flags: Mapping[str, Action]) -> None:
     for word in _flag_words(argv):
         if word not in flags:
             raise ConfigError(f"There is no flag {word}.{_suggestion(word, flags)}")
+        if word == "--yaml-cfg":
+            raise ConfigError(
+                "--yaml-cfg replaces the whole command line, Switch's flags included, and cannot "
+                "be used here. Give the model's flags in a JSON file to --switch-model."
+            )
 
 
-def _suggestion(word: str, known: Mapping[str, str] | set[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.7)
+def _suggestion(word: str, flags: Mapping[str, Action]) -> str:
+    close = difflib.get_close_matches(word, list(flags), n=3, cutoff=0.7)
     return f" Did you mean {' or '.join(close)}?" if close else " See docs/flags.md for the list."
 
 
@@ -147,10 +183,10 @@ def _refuse(message: str) -> NoReturn:
 
 
 @contextmanager
-def _command_line_of(argv: Sequence[str]) -> Iterator[None]:
-    """Let Megatron's parser, which reads ``sys.argv``, see ``argv``."""
+def _command_line_kept() -> Iterator[None]:
+    """Restore ``sys.argv``, which Megatron's parser reads, at the end of the block."""
     saved = sys.argv
-    sys.argv = [saved[0], *argv]
+    sys.argv = saved[:1]
     try:
         yield
     finally:

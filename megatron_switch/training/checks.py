@@ -1,6 +1,7 @@
 """Checks of a command line that need several flags, before anything is built."""
 
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,21 @@ from megatron_switch.training.banner import has_uneven_stages
 from megatron_switch.training.flag_classes import check_megatron_flags, ignored_flags
 from megatron_switch.upstream import check_version
 
+_REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "micro_batch_size",
+)
+_ALSO_DENSE = ("device", "run_dir", "metrics_file", "metrics_interval", "model", "recipe")
+_ROUNDING_FLAGS = ("switch_min_capacity", "switch_capacity_rounding")
+_FACTOR_FLAGS = (
+    "moe_expert_capacity_factor",
+    "switch_eval_capacity_factor",
+    *_ROUNDING_FLAGS,
+)
 _EXCESS = 4  # a buffer this many times larger than the memory is a slip of the pen
 _FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
@@ -36,20 +52,48 @@ def check_before_megatron(
     """
     check_version()
     args = line.args
+    _check_sources(args)
+    _check_required(args)
+    ignored = ignored_switch_flags(args, switch, line.explicit)
     notes = []
     if args.num_experts:
         check_megatron_flags(args)
         _check_capacity(args, switch, device)
-        notes = [
-            f"{flag} has no effect: {why}" for flag, why in ignored_flags(line.explicit).items()
-        ]
+        ignored |= ignored_flags(line.explicit)
         if switch.drop_order == "probability":
             notes.append(
                 "--switch-drop-order probability: a later token can take the slot of an earlier "
                 "one, so this decoder sees the future while training."
             )
-    _check_sources(args)
-    return tuple(notes)
+    return (*(f"{flag} has no effect: {why}" for flag, why in ignored.items()), *notes)
+
+
+def ignored_switch_flags(
+    args: Namespace, switch: SwitchConfig, explicit: Collection[str]
+) -> dict[str, str]:
+    """Return the flags that were given although another one makes them idle, with the reason.
+
+    Args:
+        args: Parsed arguments.
+        switch: Switch settings, resolved.
+        explicit: Attributes whose flag stood on the command line.
+    """
+    idle: dict[str, str] = {}
+    if not args.num_experts:
+        reason = "without --num-experts every layer is dense."
+        kept = {"switch_" + name for name in _ALSO_DENSE}
+        names = [n for n in explicit if n.startswith("switch_") and n not in kept]
+        return {_flag(name): reason for name in sorted(names)}
+    if switch.capacity is not None:
+        idle |= dict.fromkeys(_FACTOR_FLAGS, f"--switch-capacity {switch.capacity} is absolute.")
+    elif args.moe_expert_capacity_factor is not None and args.moe_expert_capacity_factor < 0:
+        if switch.eval_capacity_factor < 0:
+            idle |= dict.fromkeys(_ROUNDING_FLAGS, "both capacity factors are negative: no drops.")
+    if not (args.switch_metrics_file or args.switch_run_dir or args.tensorboard_dir):
+        idle["switch_metrics_interval"] = (
+            "there is no --switch-metrics-file, --switch-run-dir or --tensorboard-dir."
+        )
+    return {_flag(name): reason for name, reason in idle.items() if name in explicit}
 
 
 def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
@@ -118,6 +162,22 @@ def _check_sources(args: Namespace) -> None:
             f"--tokenizer-type {args.tokenizer_type} reads a model file, and --tokenizer-model "
             f"{args.tokenizer_model} is none. Give the file that the data were prepared with."
         )
+
+
+def _check_required(args: Namespace) -> None:
+    missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
+    if not args.skip_train:
+        missing += [] if args.lr else ["--lr"]
+        missing += [] if args.train_iters or args.train_samples else ["--train-iters"]
+    if missing:
+        raise ConfigError(
+            f"A model and its training need more flags than were given: {', '.join(missing)}. Add "
+            "them, or name a JSON file that holds the model's with --switch-model."
+        )
+
+
+def _flag(attribute: str) -> str:
+    return "--" + attribute.replace("_", "-")
 
 
 def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> None:

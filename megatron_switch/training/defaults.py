@@ -8,6 +8,7 @@ in one line.
 
 from argparse import Namespace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from megatron_switch.errors import ConfigError
@@ -30,12 +31,14 @@ def fill_defaults(line: CommandLine, device: Literal["cuda", "cpu"]) -> tuple[st
     """
     set_here = _Setter(line)
     if line.args.num_experts:
-        _fill_model(line, set_here)
+        _fill_model(line)
     if device == "cpu":
         _fill_cpu(line, set_here)
+    have_apex = has_apex()
     have_te = device == "cuda" and find_spec("transformer_engine") is not None
     if not have_te:
-        _fill_local(line, set_here, have_apex=device == "cuda" and has_apex())
+        _refuse_engine(line, device)
+        _fill_local(line, set_here, fused=have_apex and device == "cuda")
     elif line.args.transformer_impl == "transformer_engine" and line.args.num_experts:
         set_here("moe_grouped_gemm", True, "--moe-grouped-gemm")
     if line.args.reset_attention_mask:  # the dataset must build the mask it resets
@@ -49,15 +52,21 @@ def has_apex() -> bool:
     Raises:
         ConfigError: The unrelated package of that name from PyPI is installed instead.
     """
-    if find_spec("apex") is None:
+    spec = find_spec("apex")
+    if spec is None:
         return False
-    if find_spec("apex.optimizers") is None and find_spec("apex.normalization") is None:
+    # Looked for as files: importing a package of unknown origin could do anything.
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / part).exists() for folder in folders for part in _PARTS_OF_APEX):
         raise ConfigError(
             "The installed package 'apex' is not NVIDIA's Apex: it has neither apex.optimizers nor "
             "apex.normalization. PyPI's apex is an unrelated project; run 'pip uninstall apex'. "
             "NVIDIA's Apex is optional and is built from source."
         )
     return True
+
+
+_PARTS_OF_APEX = ("optimizers", "normalization")
 
 
 class _Setter:
@@ -73,7 +82,7 @@ class _Setter:
             self.report.append(shown)
 
 
-def _fill_model(line: CommandLine, set_here: _Setter) -> None:
+def _fill_model(line: CommandLine) -> None:
     args: Namespace = line.args
     if "moe_layer_freq" not in line.explicit and args.num_layers is not None:
         # An integer frequency N means layers 0, N, 2N, ... to Megatron; Switch starts at 1.
@@ -109,18 +118,27 @@ _NOT_ON_CPU = {
 }
 
 
-def _fill_local(line: CommandLine, set_here: _Setter, *, have_apex: bool) -> None:
+def _refuse_engine(line: CommandLine, device: Literal["cuda", "cpu"]) -> None:
     if "transformer_impl" in line.explicit and line.args.transformer_impl == "transformer_engine":
+        missing = "a GPU, and this run is on the CPU (--switch-device). Leave"
+        if device == "cuda":
+            missing = (
+                "Transformer Engine, which is not installed. Install it with pip install "
+                "'megatron-switch[te]', or leave"
+            )
         raise ConfigError(
-            "--transformer-impl transformer_engine needs a GPU and Transformer Engine, and one of "
-            "them is missing here. Install it with pip install 'megatron-switch[te]', or leave the "
-            "flag out to use plain torch modules."
+            f"--transformer-impl transformer_engine needs {missing} the flag out to use plain "
+            "torch modules."
         )
+
+
+def _fill_local(line: CommandLine, set_here: _Setter, *, fused: bool) -> None:
     set_here("transformer_impl", "local", "--transformer-impl local")
     set_here("apply_rope_fusion", False, "--no-rope-fusion")
     set_here("masked_softmax_fusion", False, "--no-masked-softmax-fusion")
-    if not have_apex:
+    if not fused or find_spec("fused_weight_gradient_mlp_cuda") is None:
         set_here("gradient_accumulation_fusion", False, "--no-gradient-accumulation-fusion")
+    if not fused:
         set_here("no_persist_layer_norm", True, "--no-persist-layer-norm")
     if line.args.distributed_backend == "gloo":  # these three are compiled by torch's Inductor
         set_here("bias_gelu_fusion", False, "--no-bias-gelu-fusion")

@@ -16,6 +16,8 @@ from megatron_switch.errors import ConfigError
 
 _SLURM_GPU_VARIABLES = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_GPUS")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_DEVICE_FOLDER = Path("/dev")
+_NO_DEVICE = ("", "-1", "NoDevFiles")  # hidden on purpose, by the user or by SLURM
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class Surroundings:
     """torch can use a CUDA device here."""
     gpu_signs: tuple[str, ...]
     """Reasons to believe that a GPU is present or promised."""
+    num_gpus: int
+    """CUDA devices that torch sees."""
+    num_local_ranks: int
+    """Ranks of the job on this host."""
     num_hosts: int
     """Hosts of the job, as far as the environment says."""
     torch_cuda: str
@@ -40,18 +46,24 @@ def look_around(environ: Mapping[str, str]) -> Surroundings:
     Args:
         environ: The process environment.
     """
-    signs = [f"{path} exists" for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible not in ("", "-1"):
-        signs.append(f"CUDA_VISIBLE_DEVICES={visible}")
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    signs = []
+    if visible is None:
+        signs = [f"{path} exists" for path in sorted(_DEVICE_FOLDER.glob("nvidia[0-9]*"))]
+    elif visible not in _NO_DEVICE:
+        signs = [f"CUDA_VISIBLE_DEVICES={visible}"]
     for name in _SLURM_GPU_VARIABLES:
         if environ.get(name, "0") not in ("", "0"):
             signs.append(f"{name}={environ[name]}")
-    ranks, local_ranks = (int(environ.get(k, "1")) for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    hosts = max(int(environ.get("SLURM_JOB_NUM_NODES", "1")), -(-ranks // local_ranks))
+    local_ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    hosts = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if "LOCAL_WORLD_SIZE" in environ:
+        hosts = max(hosts, -(-int(environ.get("WORLD_SIZE", "1")) // local_ranks))
     return Surroundings(
         cuda_works=torch.cuda.is_available(),
         gpu_signs=tuple(signs),
+        num_gpus=torch.cuda.device_count(),
+        num_local_ranks=local_ranks,
         num_hosts=hosts,
         torch_cuda=torch.version.cuda or "none (a CPU-only build)",
         driver=_DRIVER_FILE.read_text().split("\n")[0] if _DRIVER_FILE.exists() else "none loaded",
@@ -64,12 +76,19 @@ def choose_device(
     """Return the device of the run.
 
     Raises:
-        ConfigError: CUDA is wanted, present or promised, but cannot be used; or ``auto`` would put
-            a job of several hosts on CPUs.
+        ConfigError: CUDA is wanted, present or promised, but cannot be used, by this many ranks
+            at least; or ``auto`` would put a job of several hosts on CPUs.
     """
     if wanted == "cpu":
         return "cpu"
     if around.cuda_works:
+        if around.num_local_ranks > around.num_gpus:
+            raise ConfigError(
+                f"Every rank needs a GPU of its own, but {around.num_local_ranks} ranks share this "
+                f"host and torch sees {around.num_gpus} of its GPUs (CUDA_VISIBLE_DEVICES). Start "
+                f"{around.num_gpus} ranks a host (torchrun --nproc-per-node), or say "
+                "--switch-device cpu."
+            )
         return "cuda"
     versions = f"torch was built for CUDA {around.torch_cuda}; NVIDIA driver: {around.driver}"
     if wanted == "cuda":

@@ -70,6 +70,8 @@ def build_process_groups(args: Namespace) -> None:
             world_size=args.world_size,
             rank=args.rank,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            # A single rank meets nobody, so that no launcher need say where.
+            store=torch.distributed.HashStore() if args.world_size == 1 else None,
         )
     if not mpu.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel_as_pretrain(vars(args))

@@ -49,7 +49,12 @@ LAYOUTS = {
         f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
         f"{EP2.flags}",
     ),
-    "stage without experts": Layout(2, "--pipeline-model-parallel-size 2 --moe-layer-freq [0,1]"),
+    "first stage without experts": Layout(
+        2, "--pipeline-model-parallel-size 2 --moe-layer-freq [0,1]"
+    ),
+    "last stage without experts": Layout(
+        2, "--pipeline-model-parallel-size 2 --moe-layer-freq [1,0]"
+    ),
 }
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
@@ -75,9 +80,10 @@ def uninterrupted(tmp_path_factory):
         ("plain", "fp32", "same"),
         ("distributed", "bf16", "same"),
         ("buckets", "fp32", "same"),
-        ("plain", "bf16", "stage without experts"),
-        ("distributed", "fp32", "stage without experts"),
-        ("buckets", "bf16", "stage without experts"),
+        ("plain", "bf16", "first stage without experts"),
+        ("plain", "bf16", "last stage without experts"),
+        ("distributed", "fp32", "first stage without experts"),
+        ("buckets", "bf16", "first stage without experts"),
     ],
 )
 def test_the_same_layout_resumes_bit_equal(uninterrupted, tmp_path, optimizer, precision, change):

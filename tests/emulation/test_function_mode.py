@@ -1,4 +1,4 @@
-"""Calls that name a CUDA device end on the CPU, and each random stream is drawn from in its turn."""
+"""Calls that name a CUDA device end on the CPU, and draws come from the right random stream."""
 
 import copy
 import io
