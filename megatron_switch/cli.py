@@ -119,9 +119,15 @@ def _prepare(argv: list[str]) -> int:
 
 
 def _generate(argv: list[str]) -> int:
-    from megatron_switch.training.generation import add_arguments, run
+    from megatron_switch.training.generation import run
 
-    return run(argv, add_arguments)
+    return run(argv)
+
+
+def _experts(argv: list[str]) -> int:
+    from megatron_switch.training.experts import run
+
+    return run(argv)
 
 
 def _demo(argv: list[str]) -> int:
@@ -145,6 +151,7 @@ COMMANDS: dict[str, Command] = {
     "launch-local": Command("train on several CPU ranks of this host, forked", _launch_local),
     "prepare": Command("turn text files into training data", _prepare),
     "generate": Command("continue a prompt with a trained checkpoint", _generate),
+    "experts": Command("show what each expert of a trained checkpoint is for", _experts),
     "demo": Command("train a small Switch GPT on this computer's CPU and look at it", _demo),
 }
 """Every command, in the order of the help text."""

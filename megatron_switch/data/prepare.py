@@ -112,7 +112,7 @@ class _Job:
             DataError: The report is there, and the files it speaks of are not or are damaged.
         """
         report = self.workspace.finished_report()
-        if report is None or (report["left_out_by_flag"] and not self.settings.how.skip_bad):
+        if report is None or (report.get("left_out_by_flag") and not self.settings.how.skip_bad):
             return None
         prepared = replace(
             from_json(report),

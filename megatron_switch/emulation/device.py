@@ -123,10 +123,11 @@ class Device:
         index = device if isinstance(device, int) else torch.device(device).index
         self._current = self._current if index is None else index
 
-    def exchange_device(self, device: int) -> int:
-        """Make ``device`` the current one and return the last; negative changes nothing."""
+    def exchange_device(self, device: int | None) -> int:
+        """Make ``device`` the current one and return the last; None or -1 changes nothing."""
         last = self._current
-        self._current = device if device >= 0 else last
+        if device is not None and device >= 0:
+            self._current = device
         return last
 
     def device_count(self) -> int:

@@ -132,9 +132,6 @@ class CudaOnCpu(TorchFunctionMode):
     def _pin_memory(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
         return args[0]
 
-    def _record_stream(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> None:
-        pass
-
     def _type(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
         if len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
@@ -167,6 +164,5 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.to: CudaOnCpu._to,
     Tensor.cuda: CudaOnCpu._cuda,
     Tensor.pin_memory: CudaOnCpu._pin_memory,
-    Tensor.record_stream: CudaOnCpu._record_stream,
     Tensor.type: CudaOnCpu._type,
 }

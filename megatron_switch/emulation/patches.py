@@ -79,6 +79,11 @@ def emulation_patches(device: Device, streams: RandomStreams, mode: CudaOnCpu) -
         Patch("torch:default_generator", _HOST_STREAM, streams.host),
         Patch("torch.random:default_generator", _HOST_STREAM, streams.host),
         Patch(
+            "torch:Tensor.record_stream",
+            "it takes only streams of a real device",
+            lambda self, stream: None,
+        ),
+        Patch(
             "torch.utils.checkpoint:_infer_device_type",
             _RECOMPUTE,
             lambda *args: "cuda",

@@ -11,10 +11,11 @@ chunk holds about the same number of rows of every expert.
 
 Shape letters:
 
-    T  tokens of this rank       E, e  experts, local experts    P  expert-parallel ranks
-    N  peers: expert-parallel times expert-tensor ranks          K  copies of a token: expert-tensor
-    C  slots per expert and group                                   ranks
-    G  capacity groups           W  chunks                       R  rows sent or received
+    T  tokens of this rank          E, e  experts, local experts
+    P  expert-parallel ranks        K  copies of a token: expert-tensor-parallel ranks
+    N  peers in an exchange, P * K  C  slots per expert and group
+    G  capacity groups              W  chunks
+    R  rows sent or received
 """
 
 from dataclasses import dataclass

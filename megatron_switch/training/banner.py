@@ -28,6 +28,7 @@ def banner(
     device: str,
     ranks_per_node: int,
     set_here: tuple[str, ...],
+    log_text: str,
 ) -> str:
     """Return the start-up text.
 
@@ -39,14 +40,16 @@ def banner(
         device: ``cuda`` or ``cpu``.
         ranks_per_node: Ranks on each host.
         set_here: Flags that were set because of device and installed packages.
+        log_text: Where everything else is printed.
     """
     parts = [_model(args, layout, sparse_layers)]
     if sparse_layers:
         parts.append(_semantics(args, switch))
     parts.append(_precision(args, sparse_layers))
-    parts.append(f"device      {device}, {args.world_size} ranks")
+    parts.append(_device(args, device))
     if set_here:
         parts.append(f"set to suit {' '.join(set_here)}")
+    parts.append(f"log         {log_text}")
     table = start_up_text(
         layout, num_experts=args.num_experts, ranks_per_node=min(ranks_per_node, args.world_size)
     )
@@ -113,6 +116,13 @@ def _precision(args: Namespace, sparse_layers: tuple[int, ...]) -> str:
     parts = f"experts and dense layers {model}" if sparse_layers else f"layers {model}"
     router = ", router fp32" if sparse_layers else ""
     return f"precision   {parts}{router}, gradients summed in {gradients}"
+
+
+def _device(args: Namespace, device: str) -> str:
+    ranks = "1 rank" if args.world_size == 1 else f"{args.world_size} ranks"
+    local = args.transformer_impl == "local"
+    modules = "plain torch (no Transformer Engine)" if local else "Transformer Engine"
+    return f"device      {device}, {ranks}, modules of {modules}"
 
 
 def gpt_shape(args: Namespace, sparse_layers: tuple[int, ...]) -> GPTShape:

@@ -89,7 +89,7 @@ class ForwardStep:
         self._keyed = keyed
         self._iteration = -1
         self._calls: dict[int | None, int] = {}
-        self._evaluation_iterators: list[Any] = []
+        self._evaluation_iterators: dict[int | None, list[Any]] = {}
 
     def __call__(
         self, data_iterator: Iterator[Any], model: torch.nn.Module
@@ -101,7 +101,7 @@ class ForwardStep:
         """
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         if not model.training:
-            self._note_evaluation(data_iterator)
+            self._note_evaluation(data_iterator, vp_stage)
         batch = _read_batch(data_iterator, vp_stage, training=model.training)
         if self._keyed and model.training:
             set_step_key(self._micro_batch_key(vp_stage))
@@ -118,16 +118,19 @@ class ForwardStep:
         """Return what the last evaluation read: 0 the validation data, 1 the test data.
 
         Megatron names the split only in a text. It reads validation data first whenever there are
-        any, and each split has one iterator for good. Ranks that read no data answer 0.
+        any, and each split has one iterator a model chunk for good. With several validation sets it
+        knows no test data. Ranks that read no data answer 0.
         """
-        if not self._evaluation_iterators:
+        splits_seen = max(map(len, self._evaluation_iterators.values()), default=0)
+        args = get_args()
+        if splits_seen == 0 or args.multiple_validation_sets:
             return 0
-        return 1 if len(self._evaluation_iterators) > 1 or not get_args().do_valid else 0
+        return 1 if splits_seen > 1 or not args.do_valid else 0
 
-    def _note_evaluation(self, data_iterator: Any) -> None:
-        known = any(data_iterator is seen for seen in self._evaluation_iterators)
-        if data_iterator is not None and not known:
-            self._evaluation_iterators.append(data_iterator)
+    def _note_evaluation(self, data_iterator: Any, vp_stage: int | None) -> None:
+        seen = self._evaluation_iterators.setdefault(vp_stage, [])
+        if data_iterator is not None and not any(data_iterator is one for one in seen):
+            seen.append(data_iterator)
 
     def _micro_batch_key(self, vp_stage: int | None) -> int:
         """Hash what names this micro-batch in the run, in any layout.

@@ -2,8 +2,9 @@
 
 Megatron prints its whole argument list, its set-up and every warning of every library. Inside
 :class:`Console` the screen shows progress, evaluation and checkpoint lines and what this package
-says; everything else goes to a log file, per rank. Warnings that are known to be harmless are
-counted and explained in one line.
+says; everything goes to a log file, one a rank. A sound run produces half a dozen warnings that
+need no action (:mod:`megatron_switch.training.known_warnings`): the log explains each below the
+first of its kind, and the screen has one line that says so.
 
 Without a run folder the log lives in a temporary file, which stays only if the run fails.
 """
@@ -14,15 +15,21 @@ import re
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from megatron_switch.errors import SwitchError
+from megatron_switch.training.known_warnings import find_known_warning
+
 _SHOWN = re.compile(
-    r"^\s*(\[[^\]]*\]\s+iteration\s|validation\S* loss at|(validation|test) routing at|"
+    r"^\s*(\[[^\]]*\]\s+)?"  # a time
+    r"(iteration\s+\d|validation\S* loss at|(validation|test) routing at|"
     r"saving checkpoint|successfully saved|loading (distributed )?checkpoint|successfully loaded|"
-    r"could not find .* checkpoint|exiting program|\[exiting program)",
+    r"could not find .* checkpoint|exiting program)"
+    r"|^\[exiting program"
 )
 
 
@@ -45,14 +52,20 @@ class Console:
         else:
             log_folder.mkdir(parents=True, exist_ok=True)
             self.log_path = log_folder / f"rank-{rank}.log"
+        self._log: TextIO
+        self._explained: set[str] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> "Console":
         """Take over standard output, warnings and log records."""
-        log = self._stack.enter_context(self.log_path.open("a", encoding="utf-8", buffering=1))
+        self._log = self._stack.enter_context(
+            self.log_path.open("a", encoding="utf-8", buffering=1)
+        )
         self._screen = sys.stdout
-        self._stack.enter_context(redirect_stdout(_Splitter(self._screen, log)))
-        self._quiet_warnings(log)
+        splitter = _Splitter(self._screen, self._note)
+        self._stack.callback(splitter.close)
+        self._stack.enter_context(redirect_stdout(splitter))
+        self._quiet_warnings()
         return self
 
     def __exit__(
@@ -61,59 +74,95 @@ class Console:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give everything back; keep a temporary log only if the run failed."""
+        """Give everything back; keep a temporary log only if the run failed.
+
+        A mistake of the user's is explained by its message, so that its log can go too.
+        """
         self._stack.close()
         if not self._temporary:
             return
-        if kind is None or (kind is SystemExit and not getattr(error, "code", 0)):
+        exited = isinstance(error, SystemExit) and not error.code
+        if error is None or exited or isinstance(error, SwitchError):
             self.log_path.unlink()
-        elif self._rank == 0:
-            print(f"All that was printed: {self.log_path}", file=sys.stderr)
+        else:
+            print(f"Output of rank {self._rank}: {self.log_path}", file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """Print to the screen, once for all ranks."""
+        """Print to the screen, once for all ranks, and to the log."""
+        self._log.write(text + "\n")
         if self._rank == 0:
             print(text, file=self._screen, flush=True)
 
-    def _quiet_warnings(self, log: TextIO) -> None:
+    @property
+    def log_text(self) -> str:
+        """Where all output is, for the start-up text."""
+        known = "all output; warnings that need no action are explained there"
+        if self._temporary:
+            return f"{self.log_path}, kept only if the run fails: {known}"
+        return f"{self.log_path.parent}: {known}"
+
+    def _note(self, line: str) -> None:
+        """Write a line to the log; if it is a known warning, explain it the first time."""
+        self._log.write(line + "\n")
+        known = find_known_warning(line)
+        if known is not None and known.pattern not in self._explained:
+            self._explained.add(known.pattern)
+            self._log.write(f"    (known, no action needed: {known.meaning})\n")
+
+    def _quiet_warnings(self) -> None:
         """Send warnings and library log records to the log; they are not errors."""
         saved = warnings.showwarning
 
         def to_log(
             message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any
         ) -> None:
-            log.write(warnings.formatwarning(message, category, filename, lineno))
+            self._note(warnings.formatwarning(message, category, filename, lineno).rstrip("\n"))
 
         warnings.showwarning = to_log  # type: ignore[assignment]
         self._stack.callback(setattr, warnings, "showwarning", saved)
 
         root = logging.getLogger()
-        handler = logging.StreamHandler(log)
-        before = root.handlers[:]
-        root.handlers[:] = [handler]
-        self._stack.callback(root.handlers.__setitem__, slice(None), before)
+        handlers = root.handlers[:]
+        root.handlers[:] = [_Handler(self._note)]
+        self._stack.callback(root.handlers.__setitem__, slice(None), handlers)
+
+
+class _Handler(logging.Handler):
+    """Hands log records on as lines."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(self.format(record))
 
 
 class _Splitter:
-    """A text stream that sends each complete line to the screen or to the log."""
+    """A text stream that notes each complete line, and shows the ones to be read."""
 
-    def __init__(self, screen: TextIO, log: TextIO) -> None:
+    def __init__(self, screen: TextIO, note: Callable[[str], None]) -> None:
         self._screen = screen
-        self._log = log
+        self._note = note
         self._pending = ""
 
     def write(self, text: str) -> int:
         self._pending += text
         *lines, self._pending = self._pending.split("\n")
         for line in lines:
-            self._log.write(line + "\n")
+            self._note(line)
             if _SHOWN.match(line):
                 self._screen.write(line + "\n")
                 self._screen.flush()
         return len(text)
 
+    def close(self) -> None:
+        """Write what was printed without an end of line."""
+        if self._pending:
+            self.write("\n")
+
     def flush(self) -> None:
-        self._log.flush()
+        """Nothing waits here but the beginning of a line, which stays until its end comes."""
 
     def isatty(self) -> bool:
         return False

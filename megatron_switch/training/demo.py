@@ -1,7 +1,7 @@
 """``megatron-switch demo``: prepare real text, train a small Switch GPT on CPU ranks, look inside.
 
-Nothing here is special to the demo except the sizes: it calls the commands that a user would call,
-in processes of their own, and then shows what their output holds. The corpus is the running
+Nothing here is special to the demo except the sizes: it does what the commands of a user would do,
+trains in a process of its own, and then shows what the output holds. The corpus is the running
 Python's standard library, so nothing is downloaded.
 """
 
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_switch.errors import SwitchError
+from megatron_switch.training import experts, generation
 from megatron_switch.training.process_memory import PeakMemory
 
 NUM_RANKS = 4
@@ -56,7 +57,7 @@ def run(args: Namespace) -> int:
     data, folder = args.output / "data", args.output / "run"
     args.output.mkdir(parents=True, exist_ok=True)
     screen.rule("1. Text: the Python standard library")
-    _call("prepare", "--stdlib", "--vocab-size", str(args.vocab_size), "--output", str(data))
+    _prepare("--stdlib", "--vocab-size", str(args.vocab_size), "--output", str(data))
     flags = [
         *shlex.split(_MODEL_FLAGS),
         *shlex.split(_LAYOUT_FLAGS),
@@ -71,9 +72,9 @@ def run(args: Namespace) -> int:
     screen.print(summary(records, seconds=seconds, peak_bytes=peak_bytes), highlight=False)
     screen.print(health_bars(records), highlight=False)
     screen.rule("4. What each expert learned")
-    _call("experts", "--load", str(folder))
+    experts.run(["--load", str(folder)])
     screen.rule("5. A sample")
-    _call("generate", "--load", str(folder), "--prompt", args.prompt, "--num-tokens", "80")
+    generation.run(["--load", str(folder), "--prompt", args.prompt, "--num-tokens", "80"])
     screen.rule("Where everything is")
     screen.print(_places(data, folder), highlight=False)
     return 0
@@ -182,13 +183,6 @@ def _places(data: Path, folder: Path) -> str:
         f"continue     {folder / 'resume.sh'}\n"
         f"sample       megatron-switch generate --load {folder} --prompt 'import '"
     )
-
-
-def _call(*words: str) -> None:
-    """Run one of our own commands, its output on the screen."""
-    code = subprocess.run(_command(*words), check=False).returncode
-    if code != 0:
-        raise SwitchError(f"'megatron-switch {words[0]}' ended with exit code {code}; see above.")
 
 
 def _command(*words: str) -> list[str]:

@@ -7,6 +7,7 @@ once the loss is written. The first sums the routing statistics over ranks, the 
 from typing import Any
 
 import torch
+from megatron.training.global_vars import get_wandb_writer
 
 from megatron_switch.moe.metrics import SwitchMetricsTracker, console_text
 from megatron_switch.moe.statistics import RoutingReport
@@ -43,6 +44,9 @@ class EvaluationReporter:
     def write(self, report: RoutingReport | None, iteration: int, writer: Any) -> None:
         """Log the evaluation that has just ended; called on the last rank."""
         assert self._writer is not None, "Megatron calls this where its writer is"
-        self._writer.add_evaluation(report, self._split, iteration)
+        logged = self._writer.add_evaluation(report, self._split, iteration)
+        wandb_writer = get_wandb_writer()
+        if wandb_writer and logged:
+            wandb_writer.log(logged, iteration)
         if report is not None:
             print(f" {self._split} routing at iteration {iteration} |{console_text(report)}")

@@ -7,14 +7,16 @@ parsing, validation and the first process group. Its bare assertions become erro
 import linecache
 import os
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.training import get_tokenizer, global_vars
+from megatron.training import get_timers, get_tokenizer, global_vars
 from megatron.training.arguments import validate_args
-from megatron.training.global_vars import set_global_variables
+from megatron.training.global_vars import rebuild_tokenizer, set_global_variables
 
 from megatron_switch import parallel_state
 from megatron_switch.errors import ConfigError, DataError
@@ -47,12 +49,13 @@ def begin_megatron(args: Namespace) -> None:
         DataError: The tokenizer cannot be built.
         LayoutError: The tensor-parallel size does not divide the padded vocabulary.
     """
+    set_global_variables(args, build_tokenizer=False)
     try:
-        set_global_variables(args)
-    except (OSError, RuntimeError, ValueError, ImportError) as error:
+        rebuild_tokenizer(args)
+    except Exception as error:  # whatever the tokenizer's own library raises
         raise DataError(
             f"The tokenizer cannot be built from --tokenizer-type {args.tokenizer_type} and "
-            f"--tokenizer-model {args.tokenizer_model}: {error}"
+            f"--tokenizer-model {args.tokenizer_model}: {type(error).__name__}: {error}"
         ) from error
     args.padded_vocab_size = padded_vocab_size(
         get_tokenizer().vocab_size,
@@ -61,8 +64,23 @@ def begin_megatron(args: Namespace) -> None:
     )
 
 
-def build_process_groups(args: Namespace) -> None:
-    """Initialise ``torch.distributed`` and all groups; ``pretrain`` then finds them and goes on."""
+@contextmanager
+def process_groups(args: Namespace) -> Iterator[None]:
+    """Have ``torch.distributed`` and all groups for the length of a block.
+
+    ``pretrain`` finds them and goes on. They are destroyed when the block ends or exits, but not
+    when it fails: that could wait for ranks which are gone, and the traceback with it.
+    """
+    _build_process_groups(args)
+    try:
+        yield
+    except SystemExit:  # Megatron's way out at --exit-interval and on SIGTERM
+        torch.distributed.destroy_process_group()
+        raise
+    torch.distributed.destroy_process_group()
+
+
+def _build_process_groups(args: Namespace) -> None:
     if not torch.distributed.is_initialized():
         torch.cuda.set_device(args.local_rank)
         torch.distributed.init_process_group(
@@ -83,6 +101,14 @@ def install_writer(writer: Any) -> Any:
     if writer is not None:
         global_vars._GLOBAL_TENSORBOARD_WRITER = writer
     return before
+
+
+def training_seconds() -> float:
+    """Return the seconds spent in training iterations, without evaluation and saving."""
+    timer = get_timers()("interval-time")
+    timer.elapsed(reset=False)  # brings the sum up to now
+    seconds: float = timer.active_time()
+    return seconds
 
 
 def _source_of(error: BaseException) -> str:

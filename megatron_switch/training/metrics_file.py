@@ -6,11 +6,14 @@ norm and learning rate pass through ``add_scalar`` on the last rank, each iterat
 sees with the routing report of the same iteration.
 
 A run that resumes at iteration N drops the records from N on that an interrupted run had written
-already, so that every iteration stands in the file once.
+already, so that every iteration stands in the file once. The file is strict JSON: a value that is
+not finite, such as the gradient norm of a skipped fp16 step, is null.
 """
 
 import json
-import time
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ from megatron_switch.moe.statistics import RoutingReport
 
 SCHEMA = "megatron-switch/metrics/1"
 _NAMES = {"lm loss": "lm_loss", "grad-norm": "grad_norm", "learning-rate": "learning_rate"}
-_VALIDATION_LOSS = "lm loss validation"
+_BATCH_SIZE = "batch-size"
+_VALIDATION_LOSS = re.compile(r"lm loss validation(?P<name>-\S+)?$")  # several sets have names
 
 
 class MetricsFile:
@@ -40,7 +44,7 @@ class MetricsFile:
             self._drop_from(record["iteration"])
             self._started = True
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"schema": SCHEMA, **record}) + "\n")
+            file.write(json.dumps({"schema": SCHEMA, **record}, allow_nan=False) + "\n")
 
     def _drop_from(self, iteration: int) -> None:
         if not self._path.exists():
@@ -58,8 +62,9 @@ class StepWriter:
     Args:
         tensorboard: The real writer, or None without ``--tensorboard-dir``.
         metrics: Where records go, or None without a metrics file.
-        tokens_per_iteration: Tokens of a global batch, for throughput.
+        sequence_length: Tokens of a sample, for throughput.
         array_interval: Iterations between records with per-layer and per-expert arrays.
+        clock: Returns the seconds spent in training iterations so far.
     """
 
     def __init__(
@@ -67,16 +72,19 @@ class StepWriter:
         tensorboard: Any,
         metrics: MetricsFile | None,
         *,
-        tokens_per_iteration: int,
+        sequence_length: int,
         array_interval: int,
+        clock: Callable[[], float],
     ) -> None:
         self._tensorboard = tensorboard
         self._metrics = metrics
-        self._tokens = tokens_per_iteration
+        self._sequence_length = sequence_length
         self._array_interval = array_interval
+        self._clock = clock
+        self._last_time = 0.0
+        self._last_step: int | None = None
         self._record: dict[str, Any] = {}
-        self._validation_loss: float | None = None
-        self._last_time = time.perf_counter()
+        self._evaluated: tuple[str, float | None] = ("", None)
 
     def add_scalar(self, tag: str, value: Any, step: int, *args: Any, **kwargs: Any) -> None:
         """Forward to TensorBoard, and keep what belongs into the iteration's record."""
@@ -84,47 +92,66 @@ class StepWriter:
             self._tensorboard.add_scalar(tag, value, step, *args, **kwargs)
         if tag in _NAMES:
             if self._record.get("iteration") != step:
-                self.finish_iteration()
-                self._record = {"iteration": step}
-            self._record[_NAMES[tag]] = float(value)
-        elif tag == _VALIDATION_LOSS:
-            self._validation_loss = float(value)
+                self._begin_iteration(step)
+            self._record[_NAMES[tag]] = _finite(value)
+        elif tag == _BATCH_SIZE and self._record.get("iteration") == step:
+            self._record["tokens_per_second"] = self._rate(int(value), step)
+        elif match := _VALIDATION_LOSS.match(tag):
+            self._evaluated = match["name"] or "", _finite(value)
 
     def add_routing(self, report: RoutingReport, iteration: int) -> None:
-        """Complete the record of an iteration with its routing."""
-        record = self._record
-        record.update(_routing_scalars(report))
+        """Complete the record of an iteration with its routing.
+
+        With ``--tensorboard-log-interval`` above 1 most iterations have no record.
+        """
+        if self._record.get("iteration") != iteration:
+            return
+        self._record.update(_routing_scalars(report))
         if iteration % self._array_interval == 0:
-            record.update(_routing_arrays(report))
+            self._record.update(_routing_arrays(report))
         self.finish_iteration()
 
     def finish_iteration(self) -> None:
         """Write the record under way, if there is one."""
         record, self._record = self._record, {}
-        if not record or self._metrics is None:
-            return
-        now = time.perf_counter()
-        record["tokens_per_second"] = self._tokens / (now - self._last_time)
-        self._last_time = now
-        self._metrics.write({"iteration": record.pop("iteration"), "kind": "train", **record})
-
-    def add_evaluation(self, report: RoutingReport | None, split: str, iteration: int) -> None:
-        """Write an evaluation's record: its loss, and how its tokens were routed."""
-        self.finish_iteration()
-        record: dict[str, Any] = {"iteration": iteration, "kind": split}
-        record["lm_loss"] = self._validation_loss
-        if report is not None:
-            scalars = {
-                name: value
-                for name, value in _routing_scalars(report).items()
-                if not name.endswith("loss")
-            }
-            record.update(scalars)
-            if self._tensorboard is not None:
-                for name, value in scalars.items():
-                    self._tensorboard.add_scalar(f"{name} {split}", value, iteration)
-        if self._metrics is not None:
+        if record and self._metrics is not None:
             self._metrics.write(record)
+
+    def _begin_iteration(self, step: int) -> None:
+        self.finish_iteration()
+        self._record = {"iteration": step, "kind": "train", **dict.fromkeys(_NAMES.values())}
+
+    def _rate(self, batch_size: int, step: int) -> float:
+        """Return the tokens per second since the last record."""
+        now = self._clock()
+        steps = 1 if self._last_step is None else step - self._last_step
+        rate = steps * batch_size * self._sequence_length / (now - self._last_time)
+        self._last_step, self._last_time = step, now
+        return rate
+
+    def add_evaluation(
+        self, report: RoutingReport | None, split: str, iteration: int
+    ) -> dict[str, float | None]:
+        """Write an evaluation's record: its loss, and how its tokens were routed.
+
+        Returns:
+            What was logged of the routing, by name.
+        """
+        self.finish_iteration()
+        (name, loss), self._evaluated = self._evaluated, ("", None)
+        split += name
+        scalars: dict[str, float | None] = {}
+        if report is not None:  # the losses of routing belong to training
+            every = _routing_scalars(report).items()
+            scalars = {name: value for name, value in every if not name.endswith("loss")}
+        if self._tensorboard is not None:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(f"{name} {split}", value, iteration)
+        if self._metrics is not None:
+            self._metrics.write(
+                {"iteration": iteration, "kind": split, "lm_loss": loss, **scalars}
+            )
+        return {f"{name} {split}": value for name, value in scalars.items()}
 
     def __getattr__(self, name: str) -> Any:
         """Answer every other method as TensorBoard's writer would; do nothing without one."""
@@ -133,9 +160,10 @@ class StepWriter:
         return _ignore if self._tensorboard is None else getattr(self._tensorboard, name)
 
 
-def _routing_scalars(report: RoutingReport) -> dict[str, float]:
+def _routing_scalars(report: RoutingReport) -> dict[str, float | None]:
     scalars = report.scalars()
-    return {"dropped_fraction" if name == "dropped" else name: v for name, v in scalars.items()}
+    names = {"dropped": "dropped_fraction"}
+    return {names.get(name, name): _finite(value) for name, value in scalars.items()}
 
 
 def _routing_arrays(report: RoutingReport) -> dict[str, Any]:
@@ -143,6 +171,12 @@ def _routing_arrays(report: RoutingReport) -> dict[str, Any]:
     arrays |= {f"{name}_by_layer": values for name, values in report.per_layer().items()}
     arrays["expert_load"] = report.load_LE.tolist()
     return arrays
+
+
+def _finite(value: Any) -> float | None:
+    """Return a number, or a tensor that holds one, as JSON can hold it."""
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _iteration_of(line: str) -> int:

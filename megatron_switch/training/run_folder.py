@@ -70,14 +70,18 @@ class RunFolder:
         self._run = path / "run.json"
         self._resume = path / "resume.sh"
 
-    def apply(self, args: Namespace, explicit: Collection[str]) -> None:
+    def apply(self, args: Namespace, explicit: Collection[str]) -> tuple[str, ...]:
         """Point the flags that were not given at this folder.
 
-        A checkpoint found in the folder is loaded, so that the same command starts and continues.
+        What the run has saved is loaded, so that the same command starts and continues, also where
+        the start is another run's checkpoint (``--load`` with ``--finetune``).
 
         Args:
             args: Parsed arguments, changed in place.
             explicit: Attributes whose flag stood on the command line.
+
+        Returns:
+            What the user should know.
         """
         places: dict[str, object] = {
             "save": str(self.checkpoints),
@@ -86,29 +90,48 @@ class RunFolder:
         }
         if args.save_interval is None:
             places["save_interval"] = _SAVE_INTERVAL
-        if has_checkpoint(self.checkpoints):
-            places["load"] = str(self.checkpoints)
         for name, place in places.items():
             if name not in explicit:
                 setattr(args, name, place)
+        if args.load == args.save or not has_checkpoint(Path(args.save)):
+            return ()
+        started_from = args.load
+        args.load = args.save
+        if started_from is None:
+            return ()
+        args.finetune, args.ckpt_step = False, None
+        return (f"Continuing from {args.save}; --load {started_from} was where this run began.",)
 
-    def claim(self, args: Namespace) -> None:
-        """Make sure that the folder is this run's, or nobody's yet.
+    def refuse_strangers(self) -> None:
+        """Make sure, before anything is written into it, that the folder is meant for runs.
 
         Raises:
-            ConfigError: It holds another run, or files that no run of ours writes.
+            ConfigError: It holds files that no run writes, or is a file.
         """
-        if self._run.exists():
-            self._compare(args)
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"--switch-run-dir {self.path} is a file. Give a folder.")
+        names = {each.name for each in self.path.iterdir()} if self.path.exists() else set()
+        if self._run.name in names:
             return
-        strangers = []
-        if self.path.exists():
-            strangers = sorted(p.name for p in self.path.iterdir() if p.name not in _OWN_NAMES)
+        # Other ranks may be a moment ahead and write already, at first under hidden names.
+        strangers = sorted(n for n in names - _OWN_NAMES if not n.startswith("."))
         if strangers:
             raise ConfigError(
                 f"--switch-run-dir {self.path} is not empty and holds no run.json: it has "
                 f"{', '.join(strangers[:5])}. Give a new folder, or that of a run to continue."
             )
+
+    def claim(self, args: Namespace) -> None:
+        """Make sure that the folder is this run's, or nobody's yet.
+
+        Args:
+            args: Validated arguments.
+
+        Raises:
+            ConfigError: It holds another run, or a ``run.json`` that cannot be read.
+        """
+        if self._run.exists():
+            self._compare(args)
         self.path.mkdir(parents=True, exist_ok=True)
 
     def describe(self, args: Namespace, argv: list[str], device: str) -> None:
@@ -190,12 +213,20 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the checkout this package runs from; None for an installed wheel."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """Return the commit of the checkout this package runs from, and whether files were changed.
+
+    None for an installed wheel, which may lie inside a checkout of something else.
+    """
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        _git("ls-files", "--error-unmatch", __file__)
+        return _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _hardware(device: str) -> dict[str, Any]:

@@ -9,11 +9,9 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
 from megatron.training import pretrain
@@ -37,13 +35,14 @@ from megatron_switch.training.drop_watch import CapacityFacts, DropWatch
 from megatron_switch.training.evaluation import EvaluationReporter
 from megatron_switch.training.megatron import (
     begin_megatron,
-    build_process_groups,
     install_writer,
+    process_groups,
+    training_seconds,
     validate,
 )
 from megatron_switch.training.metrics_file import MetricsFile, StepWriter
 from megatron_switch.training.model import model_config, resolve_dispatch, sparse_layers
-from megatron_switch.training.resume import find_what_to_load
+from megatron_switch.training.resume import find_what_to_load, with_checkpoint_args
 from megatron_switch.training.run_folder import RunFolder
 
 _SETTLING = 100
@@ -73,23 +72,23 @@ class _Run:
 
     def __init__(self, line: CommandLine, device: Literal["cuda", "cpu"], argv: list[str]) -> None:
         self._args: Namespace = line.args
-        self._line = line
         self._device = device
         self._argv = argv
-        self._set_here = fill_defaults(line, device)
-        self._switch = resolve_dispatch(line.args, SwitchConfig.from_args(line.args), device)
         self._folder = None
-        if self._switch.run_dir is not None:
-            self._folder = RunFolder(Path(self._switch.run_dir))
+        self._notes: tuple[str, ...] = ()
+        if line.args.switch_run_dir is not None:
+            self._folder = RunFolder(Path(line.args.switch_run_dir))
+            self._folder.refuse_strangers()
+            self._notes = self._folder.apply(line.args, line.explicit)
+        self._line = with_checkpoint_args(line)
+        self._set_here = fill_defaults(self._line, device)
+        self._switch = resolve_dispatch(line.args, SwitchConfig.from_args(line.args), device)
 
     def start(self) -> None:
         """Check everything, then train."""
         args = self._args
-        notes = check_before_megatron(self._line, self._switch, self._device)
+        self._notes += check_before_megatron(self._line, self._switch, self._device)
         layout = check_layout(args, self._switch)
-        if self._folder is not None:
-            self._folder.apply(args, self._line.explicit)
-            self._switch = replace(self._switch, metrics_file=args.switch_metrics_file)
         log_folder = None if self._folder is None else self._folder.log
         with Console(log_folder, rank=args.rank) as console:
             validate(args)
@@ -97,12 +96,12 @@ class _Run:
                 self._folder.claim(args)
             begin_megatron(args)
             check_data(args)
-            notes += find_what_to_load(args)
-            self._announce(console, layout, notes)
-            build_process_groups(args)
-            self._train(console)
+            self._notes += find_what_to_load(args)
+            self._announce(console, layout)
+            with process_groups(args):
+                self._train(console)
 
-    def _announce(self, console: Console, layout: Layout, notes: tuple[str, ...]) -> None:
+    def _announce(self, console: Console, layout: Layout) -> None:
         args = self._args
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self._folder is not None and args.rank == 0:
@@ -120,9 +119,10 @@ class _Run:
                 device=self._device,
                 ranks_per_node=ranks_per_node,
                 set_here=self._set_here,
+                log_text=console.log_text,
             )
         )
-        for note in notes:
+        for note in self._notes:
             console.say(note)
 
     def _train(self, console: Console) -> None:
@@ -151,8 +151,6 @@ class _Run:
         finally:
             if writer is not None:
                 writer.finish_iteration()
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
 
     def _on_report(
         self, writer: StepWriter | None, console: Console
@@ -182,8 +180,9 @@ class _Run:
         writer = StepWriter(
             install_writer(None),
             None if path is None else MetricsFile(Path(path)),
-            tokens_per_iteration=args.global_batch_size * args.seq_length,
+            sequence_length=args.seq_length,
             array_interval=self._switch.metrics_interval,
+            clock=training_seconds,
         )
         install_writer(writer)
         return writer

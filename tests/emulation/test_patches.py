@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -15,7 +16,7 @@ from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
 from megatron_switch.errors import UpstreamError
 from megatron_switch.patching import applied
 
-NUM_PATCHES = {"torch": 50, "megatron": 4}
+NUM_PATCHES = {"torch": 52, "megatron": 4}
 """A new patch needs a reason; so does this number."""
 
 MODULES = ("torch.cuda", "torch.cuda.random", "torch.cuda.nvtx", "torch.random", "torch.autograd")
@@ -28,10 +29,11 @@ def make_patches():
 
 def current(target):
     module, _, path = target.partition(":")
-    value = importlib.import_module(module)
-    for name in path.split("."):
-        value = vars(value)[name]
-    return value
+    *parents, name = path.split(".")
+    owner = importlib.import_module(module)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return inspect.getattr_static(owner, name)
 
 
 def contents(name):

@@ -138,6 +138,27 @@ def _check_dropout(rank, layout):
         assert torch.equal(dispatcher.run(x_TD, routed, experts.eval()), expected_TD)
 
 
+def test_half_precision_travels_in_both_modes():
+    run_ranks(_check_half_precision, 4)
+
+
+def _check_half_precision(rank):
+    layout = Layout(4, tp=2, ep=2)
+    part = Part(layout, start_groups(layout))
+    problem = Problem.draw(2, capacity=3)
+    x_TD = part.of(problem.x_MBSD).bfloat16().requires_grad_()
+    routed = part.routed(problem, x_TD.detach().float(), problem.router_ED.float())
+    experts = part.experts(problem).bfloat16()
+    assert routed.routing.gate_T.dtype == torch.float32
+    results = []
+    for kind in KINDS:
+        y_TD = kind(switch_config(layout), part.groups).run(x_TD, routed, experts)
+        assert y_TD.dtype == torch.bfloat16
+        results.append([y_TD, *torch.autograd.grad(y_TD.sum(), [x_TD, *experts.parameters()])])
+    for packed, padded in zip(*results, strict=True):
+        torch.testing.assert_close(packed, padded)
+
+
 def test_slots_counted_over_other_micro_batches_travel_as_well():
     run_ranks(_check_late_slots, 2)
 

@@ -16,6 +16,10 @@ from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.repairs import repaired_megatron
 from megatron_switch.testing.ranks import run_ranks
 
+# Torch's own loader still uses its deprecated sharded tensors, and under the emulation's function
+# mode the warning looks like ours.
+pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+
 PREFIX = "decoder.layers.mlp.experts."
 STACKED = ((0, 1, 3),)
 """Second of three stacked layers: (dim, index, number of parts)."""

@@ -1,0 +1,162 @@
+"""``megatron-switch experts``: what each expert of a trained model is for.
+
+Text of the training data goes through the model once, without dropping a token, and the last sparse
+layer's choices are counted against the tokens that it chose for.
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import get_blend_from_list
+from rich.console import Console as Screen
+from rich.table import Table
+from torch import Tensor
+
+from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.moe.routed import RoutedTokens
+from megatron_switch.moe.router import SwitchRouter
+from megatron_switch.moe.specialisation import TokenLift, highest_lifts
+from megatron_switch.training.console import Console
+from megatron_switch.training.trained_model import TrainedModel, open_trained_model
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print a table of experts and the tokens that prefer them; returns the exit code.
+
+    Args:
+        argv: Flags without the command's name; those that are not of this command are Megatron's.
+
+    Raises:
+        SwitchError: The checkpoint, its data or the flags cannot be used.
+    """
+    own, flags = _parser().parse_known_args(list(argv))
+    if own.load is None:
+        raise ConfigError(
+            "There is no model: --load was not given. Name a checkpoint folder, or the "
+            "--switch-run-dir of a training."
+        )
+    screen = sys.stdout
+    with (
+        redirect_stdout(sys.stderr),
+        Console(None, rank=0),
+        open_trained_model(own.load, flags) as model,
+    ):
+        token_T, expert_T = observe(model, own.sequences)
+        lifts = highest_lifts(
+            token_T,
+            expert_T,
+            num_experts=model.args.num_experts,
+            num_tokens=own.num_tokens,
+            min_count=own.min_count,
+        )
+        table = expert_table(model, lifts, expert_T)
+    Screen(file=screen).print(table)
+    return 0
+
+
+def observe(model: TrainedModel, num_sequences: int) -> tuple[Tensor, Tensor]:
+    """Return tokens of the training data and the expert that the last sparse layer chose for each.
+
+    Args:
+        model: A model on one rank.
+        num_sequences: Sequences to read, spread evenly over the data.
+
+    Returns:
+        Two tensors of shape (T,), int64.
+
+    Raises:
+        ConfigError: The model has no experts, or is spread over ranks.
+        DataError: The data that the checkpoint names cannot be read.
+    """
+    routers = [module for module in model.module.modules() if isinstance(module, SwitchRouter)]
+    if not routers:
+        raise ConfigError("The model has no experts to look at: it was trained without any.")
+    if model.args.world_size > 1:
+        raise ConfigError(
+            f"Experts are looked at on one rank, got {model.args.world_size}. Run the command "
+            "without a launcher: a checkpoint opens in any layout."
+        )
+    tokens, experts = [], []
+    with _chosen_by(routers[-1]) as chosen:
+        for tokens_S in _sequences(model, num_sequences):
+            tokens_BS = tokens_S.unsqueeze(0)
+            model.logits(tokens_BS, torch.zeros_like(tokens_BS, dtype=torch.bool))
+            tokens.append(tokens_S)
+            experts.append(chosen.pop())
+    return torch.cat(tokens), torch.cat(experts)
+
+
+def expert_table(model: TrainedModel, lifts: list[list[TokenLift]], expert_T: Tensor) -> Table:
+    """Return one row an expert: its share of tokens, and the tokens that prefer it."""
+    table = Table("expert", "share", "tokens it gets most often, and how many times the average")
+    for expert, best in enumerate(lifts):
+        share = (expert_T == expert).double().mean().item()
+        words = "  ".join(f"{_shown(model, one.token)} {one.lift:.1f}x" for one in best)
+        table.add_row(str(expert), f"{share:.1%}", words or "none stands out")
+    return table
+
+
+@contextmanager
+def _chosen_by(router: SwitchRouter) -> Iterator[list[Tensor]]:
+    """Collect the experts that a router chooses while the block runs."""
+    chosen: list[Tensor] = []
+
+    def keep(_: torch.nn.Module, __: Any, routed: RoutedTokens) -> None:
+        chosen.append(routed.routing.expert_T.cpu())
+
+    handle = router.register_forward_hook(keep)
+    try:
+        yield chosen
+    finally:
+        handle.remove()
+
+
+def _sequences(model: TrainedModel, num_sequences: int) -> Iterator[Tensor]:
+    """Yield the middle of documents, as many tokens as the context holds."""
+    paths = model.args.data_path or []
+    if not paths:
+        raise DataError(
+            "There is no text to look at: the checkpoint names no data. Give the prepared data "
+            "with --data-path."
+        )
+    prefixes, _ = get_blend_from_list(paths)
+    try:
+        data = IndexedDataset(prefixes[0])
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"The data {prefixes[0]} that the checkpoint names cannot be read: {error}. Say where "
+            "it is now with --data-path."
+        ) from error
+    step = max(1, len(data) // num_sequences)
+    for document in range(0, len(data), step):
+        length = int(data.sequence_lengths[document])
+        width = min(model.context_length, length)
+        tokens = data.get(document, offset=(length - width) // 2, length=width)
+        yield torch.from_numpy(tokens.astype("int64"))
+
+
+def _shown(model: TrainedModel, token: int) -> str:
+    """Return a token for reading: quoted, so that spaces and line ends can be seen."""
+    return repr(model.tokenizer.built.detokenize([token]))
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="megatron-switch experts",
+        usage="megatron-switch experts --load FOLDER [OPTIONS] [MEGATRON FLAGS]",
+        description="Shows which tokens each expert of the last sparse layer gets more often than "
+        "the average, over text of the training data.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--load", type=Path, metavar="FOLDER", help="checkpoint folder, or a --switch-run-dir")
+    add("--sequences", type=int, default=200, metavar="N", help="sequences to read (200)")
+    add("--num-tokens", type=int, default=6, metavar="N", help="tokens to show for an expert (6)")
+    add("--min-count", type=int, default=20, metavar="N", help="least occurrences (20)")
+    return parser
