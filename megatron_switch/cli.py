@@ -109,6 +109,7 @@ def _launch_local(argv: list[str]) -> int:
         parser.error(f"argument -n/--num-ranks: at least 1, got {own.num_ranks}")
     again = [sys.executable, "-m", "megatron_switch", "launch-local", *argv]
     os.environ[COMMAND_VARIABLE] = shlex.join(again)
+    flags = ["--switch-device", "cpu", *flags]  # the first, so that another choice wins
     return launch(own.num_ranks, lambda: reporting_errors(lambda: _train(flags)))
 
 

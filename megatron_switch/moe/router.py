@@ -29,6 +29,7 @@ Shape letters:
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import (
@@ -149,6 +150,8 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         """
         x_TD = input.reshape(-1, input.shape[-1])
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        if len(x_TD) == 0:  # which Megatron's function cannot reshape
+            return F.linear(x_TD.to(dtype), self.weight.to(dtype))
         logits_TE: Tensor = router_gating_linear(x_TD, self.weight, None, dtype)
         return logits_TE
 

@@ -84,11 +84,11 @@ def ignored_switch_flags(
         kept = {"switch_" + name for name in _ALSO_DENSE}
         names = [n for n in explicit if n.startswith("switch_") and n not in kept]
         return {_flag(name): reason for name in sorted(names)}
+    training_factor = args.moe_expert_capacity_factor
     if switch.capacity is not None:
         idle |= dict.fromkeys(_FACTOR_FLAGS, f"--switch-capacity {switch.capacity} is absolute.")
-    elif args.moe_expert_capacity_factor is not None and args.moe_expert_capacity_factor < 0:
-        if switch.eval_capacity_factor < 0:
-            idle |= dict.fromkeys(_ROUNDING_FLAGS, "both capacity factors are negative: no drops.")
+    elif all(f is None or f < 0 for f in (training_factor, switch.eval_capacity_factor)):
+        idle |= dict.fromkeys(_ROUNDING_FLAGS, "both capacity factors are negative: no drops.")
     if not (args.switch_metrics_file or args.switch_run_dir or args.tensorboard_dir):
         idle["switch_metrics_interval"] = (
             "there is no --switch-metrics-file, --switch-run-dir or --tensorboard-dir."

@@ -118,7 +118,7 @@ class Console:
         ) -> None:
             self._note(warnings.formatwarning(message, category, filename, lineno).rstrip("\n"))
 
-        warnings.showwarning = to_log  # type: ignore[assignment]
+        warnings.showwarning = to_log
         self._stack.callback(setattr, warnings, "showwarning", saved)
 
         root = logging.getLogger()

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_switch.data import prepare
 from megatron_switch.errors import SwitchError
 from megatron_switch.training import experts, generation
 from megatron_switch.training.process_memory import PeakMemory
@@ -117,6 +118,12 @@ def health_bars(records: list[dict[str, Any]]) -> str:
             lines.append(f"  layer {layer} expert {expert:2d} {load:6.1%} {bar[: 2 * _BAR_WIDTH]}")
     fair_text = f"A fair share is {fair:.1%}, {_BAR_WIDTH // 2} marks long."
     return "\n".join([*lines, fair_text])
+
+
+def _prepare(*words: str) -> None:
+    parser = ArgumentParser(prog="megatron-switch prepare")
+    prepare.add_arguments(parser)
+    prepare.run(parser.parse_args(words))
 
 
 def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> tuple[float, int]:

@@ -2,8 +2,8 @@
 
 Early in training routing is uneven and drops are normal. What matters is a drop rate that stays
 high after warm-up *and* lies above what even a perfectly balanced router would drop at the same
-capacity. The routers count, exactly, what would be dropped at other capacity factors, so the warning can say
-which factor is enough and what it costs, instead of "try a larger one".
+capacity. The routers count, exactly, what would be dropped at other capacity factors, so the
+warning can say which factor is enough and what it costs, instead of "try a larger one".
 """
 
 from argparse import Namespace

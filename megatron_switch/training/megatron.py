@@ -17,6 +17,7 @@ from megatron.core import parallel_state as mpu
 from megatron.training import get_timers, get_tokenizer, global_vars
 from megatron.training.arguments import validate_args
 from megatron.training.global_vars import rebuild_tokenizer, set_global_variables
+from torch._C._distributed_c10d import HashStore
 
 from megatron_switch import parallel_state
 from megatron_switch.errors import ConfigError, DataError
@@ -89,7 +90,7 @@ def _build_process_groups(args: Namespace) -> None:
             rank=args.rank,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
             # A single rank meets nobody, so that no launcher need say where.
-            store=torch.distributed.HashStore() if args.world_size == 1 else None,
+            store=HashStore() if args.world_size == 1 else None,
         )
     if not mpu.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel_as_pretrain(vars(args))

@@ -41,16 +41,16 @@ class MetricsFile:
         """Append one record; ``schema`` and ``iteration`` come first."""
         if not self._started:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._drop_from(record["iteration"])
+            self._drop_from(record)
             self._started = True
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"schema": SCHEMA, **record}, allow_nan=False) + "\n")
 
-    def _drop_from(self, iteration: int) -> None:
+    def _drop_from(self, record: dict[str, Any]) -> None:
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _iteration_of(line) < iteration]
+        kept = [line for line in lines if _place_of_line(line) < _place(record)]
         if len(kept) < len(lines):
             with renamed_into_place(self._path) as file:
                 file.writelines(line + "\n" for line in kept)
@@ -148,9 +148,7 @@ class StepWriter:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(f"{name} {split}", value, iteration)
         if self._metrics is not None:
-            self._metrics.write(
-                {"iteration": iteration, "kind": split, "lm_loss": loss, **scalars}
-            )
+            self._metrics.write({"iteration": iteration, "kind": split, "lm_loss": loss, **scalars})
         return {f"{name} {split}": value for name, value in scalars.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -179,13 +177,17 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _iteration_of(line: str) -> int:
-    """Return the iteration of a line; a torn last line counts as the newest."""
+def _place(record: dict[str, Any]) -> tuple[int, bool]:
+    """Return where a record stands in the file: an iteration, then its evaluations."""
+    return record["iteration"], record["kind"] != "train"
+
+
+def _place_of_line(line: str) -> tuple[int, bool]:
+    """Return the place of a line; a torn line counts as the newest."""
     try:
-        iteration: int = json.loads(line)["iteration"]
+        return _place(json.loads(line))
     except (ValueError, KeyError):
-        return 2**62
-    return iteration
+        return 2**62, True
 
 
 def _ignore(*_: Any, **__: Any) -> None:

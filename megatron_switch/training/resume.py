@@ -7,38 +7,32 @@ One case is no mistake: a job that always passes the same folder to ``--load`` a
 nothing there when it runs for the first time, and starts from new weights.
 """
 
-import io
 from argparse import Namespace
-from contextlib import redirect_stdout
-from dataclasses import fields, replace
 from pathlib import Path
 
 from megatron.training import get_tokenizer
-from megatron.training.checkpointing import load_args_from_checkpoint
 
-from megatron_switch.checkpoint.agreement import FREE_SETTINGS, check_resume
+from megatron_switch.checkpoint.agreement import check_resume
 from megatron_switch.checkpoint.contents import read_common_state
 from megatron_switch.checkpoint.files import find_checkpoint, has_checkpoint
-from megatron_switch.config import FLAG_PREFIX, SwitchConfig
-from megatron_switch.errors import ConfigError
+from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.recipes import RECIPES
 from megatron_switch.training.arguments import CommandLine
-
-_ABSENT = object()
+from megatron_switch.training.stored_arguments import with_stored_model
 
 
 def with_checkpoint_args(line: CommandLine) -> CommandLine:
     """Return the command line with the checkpoint's model, if ``--use-checkpoint-args`` asks so.
 
-    Megatron's rule holds for Megatron's flags: those that describe the model come from the
-    checkpoint, whatever was typed. Switch settings come from it where they were not typed.
+    Model, tokenizer, routing and its losses come from the checkpoint where no flag was given;
+    Megatron itself takes half of the model, even over the command line.
 
     Args:
         line: The parsed command line; its namespace is changed.
 
     Raises:
-        CheckpointError: ``--load`` names no complete checkpoint.
+        CheckpointError: ``--load`` names no complete checkpoint, or one without arguments.
         ConfigError: ``--load`` is missing.
     """
     args = line.args
@@ -50,18 +44,16 @@ def with_checkpoint_args(line: CommandLine) -> CommandLine:
             "is given. Add --load, or leave --use-checkpoint-args out."
         )
     found = find_checkpoint(Path(args.load), iteration=args.ckpt_step)
-    if found.message is not None and not found.is_release:
-        args.ckpt_step = found.iteration
-    before = vars(args).copy()
-    with redirect_stdout(io.StringIO()):  # a line for each of fifty flags
-        load_args_from_checkpoint(args)
     stored = read_common_state(found.folder).get("args")
-    settings = {FLAG_PREFIX + f.name for f in fields(SwitchConfig) if f.name not in FREE_SETTINGS}
-    for name in (settings | set(RECIPES["switch"])) - line.explicit:
+    if stored is None:
+        raise CheckpointError(
+            f"{found.folder} stores no arguments that --use-checkpoint-args could take. Give the "
+            "model's flags, or a JSON file of them to --switch-model."
+        )
+    for name in RECIPES["switch"].keys() - line.explicit:
         if hasattr(stored, name):
             setattr(args, name, getattr(stored, name))
-    taken = {name for name, value in vars(args).items() if before.get(name, _ABSENT) != value}
-    return replace(line, explicit=line.explicit | taken | {"moe_layer_freq"})
+    return with_stored_model(line, stored)
 
 
 def find_what_to_load(args: Namespace) -> tuple[str, ...]:

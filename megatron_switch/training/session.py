@@ -80,8 +80,8 @@ class _Run:
             self._folder = RunFolder(Path(line.args.switch_run_dir))
             self._folder.refuse_strangers()
             self._notes = self._folder.apply(line.args, line.explicit)
-        self._line = with_checkpoint_args(line)
-        self._set_here = fill_defaults(self._line, device)
+        self._line = line
+        self._set_here = fill_defaults(with_checkpoint_args(line), device)
         self._switch = resolve_dispatch(line.args, SwitchConfig.from_args(line.args), device)
 
     def start(self) -> None:

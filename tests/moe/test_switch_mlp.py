@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import Layout, Part, start_groups
+from layout_case import D, Layout, Part, start_groups
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from switch_case import (
@@ -224,16 +224,15 @@ def _check_fake(rank):
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     layout = Layout(8, tp=2, cp=2, ep=2)
     groups = start_groups(layout)
-    for case in (NOISE, Case({"drop_order": "probability", "capacity_group": "sequence"})):
-        with FakeTensorMode():
+    with FakeTensorMode():
+        for case in (NOISE, Case({"drop_order": "probability", "capacity_group": "sequence"})):
             tracker = new_tracker()
             layer = build_layer(case, layout, groups, "padded", params_dtype=torch.bfloat16)
             set_step_key(7)
-            hidden_SBD = torch.randn(4, 2, 6, dtype=torch.bfloat16, requires_grad=True)
-            mask_BS = torch.zeros(2, 4, dtype=torch.bool)
-            output, _ = layer(hidden_SBD, padding_mask=mask_BS)
+            hidden_SBD = torch.randn(4, 2, D, dtype=torch.bfloat16, requires_grad=True)
+            output, _ = layer(hidden_SBD, padding_mask=torch.zeros(2, 4, dtype=torch.bool))
             output.sum().backward()
-            assert hidden_SBD.grad.shape == output.shape == (4, 2, 6)
+            assert hidden_SBD.grad.shape == output.shape == (4, 2, D)
             assert layer.router.weight.grad.shape == layer.router.weight.shape
             layer.eval()(hidden_SBD)
             assert set(tracker.metrics) == {"training", "evaluation"}
@@ -250,10 +249,10 @@ def _check_empty(rank):
     for case in (Case(), Case({"capacity_group": "sequence", "drop_order": "probability"})):
         for dispatch in ("packed", "padded"):
             layer = build_layer(case, Layout(1), groups, dispatch)
-            hidden_SBD = torch.randn(0, 2, 6, dtype=torch.float64, requires_grad=True)
+            hidden_SBD = torch.randn(0, 2, D, dtype=torch.float64, requires_grad=True)
             output, _ = layer(hidden_SBD)
             output.sum().backward()
-            assert output.shape == (0, 2, 6)
+            assert output.shape == (0, 2, D)
             assert not any(parameter.grad.any() for parameter in layer.parameters())
 
 
@@ -271,7 +270,7 @@ def _check_half_precision(rank):
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
 
     set_step_key(5)
-    hidden_SBD = torch.ones(4096, 2, 6, dtype=torch.bfloat16, requires_grad=True)
+    hidden_SBD = torch.ones(4096, 2, D, dtype=torch.bfloat16, requires_grad=True)
     output, _ = layer(hidden_SBD)
     output.sum().backward()
     assert output.dtype == hidden_SBD.grad.dtype == torch.bfloat16
@@ -302,7 +301,7 @@ def _check_out_of_memory(rank):
         layer = build_layer(Case(switch), Layout(1), groups, dispatch)
         getattr(layer, fails).register_forward_pre_hook(fail)
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            layer.train(training)(torch.randn(8, 3, 6, dtype=torch.float64))
+            layer.train(training)(torch.randn(8, 3, D, dtype=torch.float64))
         assert str(caught.value.__cause__) == "CUDA out of memory."
         return str(caught.value)
 
@@ -339,7 +338,7 @@ def _check_refusals(rank):
     layer = build_layer(Case(), Layout(1), groups)
     layer.attn_tp_group = SimpleNamespace(size=lambda: 2)
     with pytest.raises(ConfigError, match=r"size 2 every tensor rank .* Add --sequence-parallel"):
-        layer(torch.randn(8, 2, 6, dtype=torch.float64))
+        layer(torch.randn(8, 2, D, dtype=torch.float64))
 
 
 def test_megatron_sees_an_moe_layer():
