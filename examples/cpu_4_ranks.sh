@@ -4,12 +4,13 @@
 #
 #   ./cpu_4_ranks.sh [more flags]
 #
-# RUN is the folder for data and run. Flags given here come last, so they win.
+# RUN is the folder for data and run; TEXT a folder of your own text instead of Python's standard
+# library. Flags given here come last, so they win.
 set -euo pipefail
 
 RUN=${RUN:-runs/cpu-4-ranks}
 
-megatron-switch prepare --stdlib --vocab-size "${VOCAB_SIZE:-2048}" --output "$RUN/data"
+megatron-switch prepare "${TEXT:---stdlib}" --vocab-size "${VOCAB_SIZE:-2048}" --output "$RUN/data"
 
 MODEL=(
   --num-layers 4 --hidden-size 128 --num-attention-heads 4

@@ -50,6 +50,8 @@ _HEAVY_MODULES = (
     "megatron.training.models.gpt",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.models",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",

@@ -22,20 +22,21 @@ from torch import Tensor, nn
 from megatron_switch.moe.switch_mlp import SwitchMLP
 
 
-def register_count_hooks(logger: Any, model: Iterable[nn.Module]) -> None:
+def register_count_hooks(self: Any, model: Iterable[nn.Module]) -> None:
     """Make every Switch layer note its tokens per expert with Megatron's logger.
 
     Args:
-        logger: Megatron's ``ActivationLogger``; it removes the hooks and writes what they noted.
+        self: Megatron's ``ActivationLogger``, whose method this becomes; it removes the hooks and
+            writes what they noted.
         model: The model chunks of this rank.
     """
     for chunk in model:
         for module in unwrap_model(chunk).modules():
             if isinstance(module, SwitchMLP):
                 assert module.layer_number is not None, "a layer of a model has a number"
-                counts = _Counts(logger._decoder_tpe_records[module.layer_number - 1])
-                logger._tpe_hooks.append(module.router.register_forward_hook(counts.begin))
-                logger._tpe_hooks.append(module.experts.register_forward_hook(counts.add))
+                counts = _Counts(self._decoder_tpe_records[module.layer_number - 1])
+                self._tpe_hooks.append(module.router.register_forward_hook(counts.begin))
+                self._tpe_hooks.append(module.experts.register_forward_hook(counts.add))
 
 
 class _Counts:

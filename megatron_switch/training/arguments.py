@@ -135,8 +135,9 @@ def _words(action: Action, flag: str, value: object, path: Path) -> list[str]:
         return [flag]
     if isinstance(value, list) and action.nargs is not None:
         return [flag, *map(str, value)]
-    # As one word, a list is in Python's notation, which is what --moe-layer-freq reads.
-    return [f"{flag}={value}"]
+    # A list as one word is how --moe-layer-freq takes its pattern; it knows no space.
+    text = str(value).replace(" ", "") if isinstance(value, list) else str(value)
+    return [f"{flag}={text}"]
 
 
 def _read_model(path: Path) -> dict[str, object]:

@@ -18,6 +18,7 @@ from rich.console import Console as Screen
 from rich.table import Table
 from torch import Tensor
 
+from megatron_switch.checkpoint.contents import read_common_state
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.moe.routed import RoutedTokens
 from megatron_switch.moe.router import SwitchRouter
@@ -107,8 +108,8 @@ def _chosen_by(router: SwitchRouter) -> Iterator[list[Tensor]]:
     """Collect the experts that a router chooses while the block runs."""
     chosen: list[Tensor] = []
 
-    def keep(_: torch.nn.Module, __: Any, routed: RoutedTokens) -> None:
-        chosen.append(routed.routing.expert_T.cpu())
+    def keep(_: torch.nn.Module, __: Any, output: tuple[RoutedTokens, Tensor]) -> None:
+        chosen.append(output[0].routing.expert_T.cpu())
 
     handle = router.register_forward_hook(keep)
     try:
@@ -119,7 +120,8 @@ def _chosen_by(router: SwitchRouter) -> Iterator[list[Tensor]]:
 
 def _sequences(model: TrainedModel, num_sequences: int) -> Iterator[Tensor]:
     """Yield the middle of documents, as many tokens as the context holds."""
-    paths = model.args.data_path or []
+    stored = read_common_state(model.checkpoint.folder).get("args")
+    paths = model.args.data_path or getattr(stored, "data_path", None) or []
     if not paths:
         raise DataError(
             "There is no text to look at: the checkpoint names no data. Give the prepared data "

@@ -251,13 +251,13 @@ class Oracle:
             **{name: leaf.grad for name, leaf in leaves.items()},
         }
 
-    def check_report(self, report: RoutingReport) -> None:
-        """Compare what the log says with the whole batch."""
+    def check_report(self, report: RoutingReport, repeats: int = 1) -> None:
+        """Compare what the log says with the whole batch, seen ``repeats`` times."""
         torch.testing.assert_close(report.balance_loss_L[0], self.expected["balance"].mean())
         torch.testing.assert_close(report.z_loss_L[0], self.expected["z"].mean())
         slot_T = torch.tensor(self.slot_T)
         real = int((slot_T >= 0).sum())
-        assert report.tokens_L.tolist() == [real]
+        assert report.tokens_L.tolist() == [real * repeats]
         assert report.dropped_L.tolist() == [int((slot_T >= self.capacity).sum()) / real]
         over = [int((slot_T >= self.capacity_at(factor)).sum()) for factor in LADDER]
         assert report.ladder_LF.tolist() == [[number / real for number in over]]

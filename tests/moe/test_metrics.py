@@ -180,7 +180,7 @@ def test_logged_values_depend_on_neither_layout_nor_number_of_micro_batches():
 def _check_layouts(rank):
     layout = Layout(4, tp=2, ep=2)
     part = Part(layout, start_groups(layout))
-    case = Case(config={"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}, padding=True)
+    case = Case(config={"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}, padding=True)
     oracle = Oracle(case, num_microbatches=2)
     layer = build_layer(case, layout, part.groups)
     tracker = new_tracker()
@@ -190,7 +190,7 @@ def _check_layouts(rank):
             run_part(layer.eval(), oracle, part)
             with torch.no_grad():  # the first of two passes through a recomputed layer
                 layer.train()(torch.zeros(4, 2, 6, dtype=torch.float64))
-        oracle.check_report(report_of(tracker))
+        oracle.check_report(report_of(tracker), repeats)
     evaluation = tracker.report_evaluation()
     torch.testing.assert_close(evaluation.balance_loss_L[0], oracle.expected["balance"].mean())
     assert evaluation.tokens_L.tolist() == [4 * (~oracle.padding_T).sum()]

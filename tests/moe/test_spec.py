@@ -6,6 +6,7 @@ import torch
 from layout_case import D, Layout, start_groups
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from switch_case import Case
@@ -58,6 +59,7 @@ def test_a_transformer_layer_numbers_its_switch_layer_from_one():
 def _check_in_a_layer(rank):
     with cuda_on_cpu():
         start_groups(Layout(1))
+        model_parallel_cuda_manual_seed(1)
         config = Case(config={"params_dtype": torch.float32}).transformer(Layout(1))
         parts = get_gpt_layer_local_submodules(num_experts=4)
         parts.mlp = switch_mlp_spec(SwitchConfig(dispatch="packed"), seed=5)

@@ -43,12 +43,11 @@ def test_every_setting_is_an_attribute_of_the_namespace():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_sets_its_values_and_an_explicit_flag_wins(name):
-    words = ["--moe-aux-loss-coeff", "0.5", "--switch-recipe", name]
-    line = parse_command_line([*words, "--switch-min-capacity=9"])
-    expected = {**RECIPES[name], "moe_aux_loss_coeff": [0.5], "switch_min_capacity": 9}
-    actual = {key: getattr(line.args, key) for key in expected}
-    assert actual in (expected, {**expected, "moe_aux_loss_coeff": 0.5})
-    assert line.explicit == {"moe_aux_loss_coeff", "switch_recipe", "switch_min_capacity"}
+    words = ["--moe-z-loss-coeff", "0.5", "--switch-recipe", name, "--switch-min-capacity=9"]
+    line = parse_command_line(words)
+    expected = {**RECIPES[name], "moe_z_loss_coeff": 0.5, "switch_min_capacity": 9}
+    assert {key: getattr(line.args, key) for key in expected} == expected
+    assert line.explicit == {"moe_z_loss_coeff", "switch_recipe", "switch_min_capacity"}
 
 
 def test_explicit_are_attributes_not_flags():

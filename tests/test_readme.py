@@ -1,0 +1,54 @@
+"""What the README says is true: its commands exist, its links lead somewhere, its log line is real."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_switch.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMAND_LINES = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+def test_there_are_commands_to_check():
+    assert len(COMMAND_LINES) >= 6
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_every_command_exists(line):
+    words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    program, *rest = words
+    if program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    elif program == "megatron-switch":
+        assert rest[0] in COMMANDS
+    else:
+        assert (ROOT / program).is_file()
+        assert (ROOT / program).stat().st_mode & 0o111, f"{program} is not executable"
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\(([^)#]+)\)", README))
+def test_every_link_leads_somewhere(target):
+    assert target.startswith("https://arxiv.org/") or (ROOT / target).exists()
+
+
+def test_the_log_line_has_every_value_that_is_explained():
+    (line,) = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
+    explained = re.findall(r"^\| `([^`]+)` \|", README, flags=re.MULTILINE)
+    assert len(explained) >= 7
+    for name in explained:
+        assert re.search(rf"\| {re.escape(name)}: [0-9.]", " ".join(line.split())), name
+
+
+def test_flags_that_the_readme_names_exist():
+    known = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    for flag in set(re.findall(r"`?(--switch-[a-z-]+)", README)) - {"--switch-"}:
+        assert f"`{flag}`" in known, flag

@@ -1,0 +1,134 @@
+"""Whole training runs: the same numbers in every layout, and every kind of model and precision.
+
+The layouts are compared as users compare them: a run of one rank saves after its first iteration,
+and every other layout continues from there. Losses, drops and gradient norms of the iterations that
+follow must be those of the one rank, evaluation included.
+"""
+
+import json
+
+import pytest
+from tiny_run import SPARSE, TINY, read_records, train, trained
+
+pytestmark = pytest.mark.slow
+
+COMPARED = ("lm_loss", "load_balancing_loss", "z_loss", "dropped_fraction", "grad_norm")
+EXACT = (
+    f"{SPARSE} --use-distributed-optimizer --hidden-dropout 0 --attention-dropout 0 "
+    "--moe-z-loss-coeff 1e-3 --eval-iters 1 --eval-interval 2 --save-interval 1 "
+    "--switch-metrics-interval 2"
+)
+EP2 = "--expert-model-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """Train with one rank; return the flags that continue after iteration 1, and the run folder."""
+    made = {}
+
+    def run(pattern):
+        if pattern not in made:
+            folder = tmp_path_factory.mktemp("one_rank")
+            flags = f"{EXACT} --num-layers {len(pattern)} --moe-layer-freq [{','.join(pattern)}]"
+            trained(f"{flags} --switch-run-dir {folder / 'run'}")
+            made[pattern] = folder / "run"
+            flags += f" --load {made[pattern] / 'checkpoints'} --ckpt-step 1"
+            made[pattern] = flags, made[pattern]
+        return made[pattern]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "pattern"),
+    [
+        (4, f"--tensor-model-parallel-size 2 --sequence-parallel {EP2} "
+            "--expert-tensor-parallel-size 1", "0101"),
+        (4, f"--pipeline-model-parallel-size 2 {EP2}", "0101"),
+        (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", "0101"),
+        (2, f"{EP2} --switch-dispatch padded", "0101"),
+        (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+         "0101"),
+        # Neither the first stage nor the last one has a layer with experts.
+        (3, "--pipeline-model-parallel-size 3", "010"),
+    ],
+    ids=["tp2-sp-ep2-dp2", "pp2-ep2", "pp2-vp2", "ep2-padded", "dp2-recompute", "pp3-dense-ends"],
+)  # fmt: skip
+def test_every_layout_logs_the_numbers_of_one_rank(one_rank, tmp_path, ranks, layout, pattern):
+    flags, reference = one_rank(pattern)
+    metrics = tmp_path / "metrics.jsonl"
+    trained(f"{flags} {layout} --switch-metrics-file {metrics}", ranks=ranks)
+
+    expected = read_records(reference / "metrics.jsonl")[1:]
+    actual = read_records(metrics)
+    assert [record["iteration"] for record in actual] == [2, 3, 4]
+    for one, other in zip(expected, actual, strict=True):
+        for name in COMPARED:
+            assert other[name] == pytest.approx(one[name], rel=1e-5), (one["iteration"], name)
+        assert other.get("expert_load") == one.get("expert_load")
+    assert len([record for record in actual if "expert_load" in record]) == 2
+    for kind, count in (("validation", 3), ("test", 1)):
+        evaluated = read_records(reference / "metrics.jsonl", kind)
+        again = read_records(metrics, kind)
+        assert len(again) == count
+        for one, other in zip(evaluated, again, strict=True):
+            assert other == pytest.approx(one, rel=1e-5), kind
+
+
+def test_a_dense_model_trains(tmp_path):
+    outcome = trained(f"{TINY} --switch-run-dir {tmp_path / 'run'} --lr-decay-style constant")
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == 4
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"]
+    assert all(record["tokens_per_second"] > 0 for record in records)
+    assert "dropped_fraction" not in records[0]
+    assert "4 layers (all 4 dense)" in outcome.screen
+    assert "routing" not in outcome.screen
+    assert "dropped" not in outcome.screen
+
+
+def test_bf16_stays_near_fp32_with_the_router_in_fp32(one_rank, tmp_path):
+    _, reference = one_rank("0101")
+    metrics = tmp_path / "metrics.jsonl"
+    flags = f"{EXACT} --bf16 {EP2} --switch-metrics-file {metrics}"
+    outcome = trained(flags, ranks=2)
+    expected = read_records(reference / "metrics.jsonl")[0]
+    actual = read_records(metrics)[0]
+    assert actual["lm_loss"] == pytest.approx(expected["lm_loss"], rel=2e-2)
+    assert "layers bf16, router fp32, gradients summed in fp32" in outcome.screen
+
+
+def test_fp16_steps_that_overflow_are_skipped_and_counted_as_such(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    scale = "--fp16 --initial-loss-scale 1e20 --min-loss-scale 1 --hysteresis 1"
+    trained(f"{SPARSE} {scale} --loss-scale-window 1 --switch-metrics-file {metrics}")
+    records = read_records(metrics)
+    print(json.dumps(records))
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4]
+    skipped = [record for record in records if record["grad_norm"] is None]
+    assert skipped
+    assert all(record["load_balancing_loss"] < 2.0 for record in records)
+
+
+def test_a_rank_that_fails_ends_all_and_is_the_first_to_be_read_of(tmp_path):
+    outcome = train(f"{SPARSE} {EP2}", ranks=2, prepare=_fail_on_rank_1)
+    assert outcome.code != 0
+    lines = outcome.errors.strip().splitlines()
+    assert lines[0].startswith("rank 1 of 2 failed")
+    assert "RuntimeError: the memory of rank 1 is broken" in outcome.errors
+
+
+def _fail_on_rank_1():
+    from megatron_switch.training.batch import ForwardStep
+
+    step = ForwardStep.__call__
+
+    def broken_step(self, data_iterator, model):
+        import torch.distributed as dist
+        from megatron.training import get_args
+
+        if dist.get_rank() == 1 and get_args().curr_iteration == 1:
+            raise RuntimeError("the memory of rank 1 is broken")
+        return step(self, data_iterator, model)
+
+    ForwardStep.__call__ = broken_step
