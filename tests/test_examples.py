@@ -9,7 +9,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "1", "--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1", "--lr-warmup-iters", "0", "--log-interval", "1", "--switch-device", "cpu"]
+SMALL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "32",
+    "--max-position-embeddings",
+    "32",
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "3",
+    "--eval-interval",
+    "3",
+    "--eval-iters",
+    "1",
+    "--lr-warmup-iters",
+    "0",
+    "--log-interval",
+    "1",
+    "--switch-device",
+    "cpu",
+]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -1,4 +1,4 @@
-"""What the README says is true: its commands exist, its links lead somewhere, its log line is real."""
+"""What the README says is true: commands exist, links lead somewhere, the log line is real."""
 
 import re
 import shlex

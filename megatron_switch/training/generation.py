@@ -20,6 +20,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,9 @@ def run(argv: Sequence[str]) -> int:
                 full_window=own.drop,
             )
             separator = "\n" if number else ""
-            for piece in _all_of(separator + prompt, pieces, "\n"):
+            for piece in chain([separator + prompt], pieces, ["\n"]):
                 if rank == 0:
-                    screen.write(piece)
-                    screen.flush()
+                    print(piece, end="", file=screen, flush=True)
     return 0
 
 
@@ -288,20 +288,14 @@ def _following_first_rank(
     return followed
 
 
-def _all_of(first: str, pieces: Iterator[str], last: str) -> Iterator[str]:
-    yield first
-    yield from pieces
-    yield last
-
-
 def _summary(model: TrainedModel) -> str:
     args = model.args
     count = count_text(total_parameters(gpt_shape(args, sparse_layers(args))).total)
     experts = f", {args.num_experts} experts" if args.num_experts else ""
-    ranks = f" x {args.world_size}" if args.world_size > 1 else ""
+    ranks = f", {args.world_size} ranks" if args.world_size > 1 else ""
     return (
-        f"{model.checkpoint.folder}: {count} parameters, {args.num_layers} layers{experts}, "
-        f"on {model.device}{ranks}"
+        f"{model.checkpoint.folder}: {count} parameters, {args.num_layers} layers{experts}; "
+        f"{model.device}{ranks}"
     )
 
 

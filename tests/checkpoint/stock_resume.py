@@ -5,6 +5,7 @@ under test, and the mark that this package's experts carry from construction in 
 layout, without which no layout with experts can resume in another.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 from emulation import stock_pretrain
 
 from megatron_switch.emulation import cuda_on_cpu, launch
+from megatron_switch.emulation.launch import import_megatron
 from megatron_switch.patching import Patch, applied
 from megatron_switch.repairs import repaired_megatron
 
 
 def train(num_ranks: int, flags: str) -> None:
     """Train on forked ranks, and fail when one of them does."""
+    import_megatron()
+    gc.freeze()  # Megatron collects garbage often; what the ranks inherit is none of it
     code = launch(num_ranks, lambda: _train_rank(flags))
     assert code == 0, f"training with {flags} ended with exit code {code}"
 

@@ -19,6 +19,7 @@ FLAGS = f"""
 
 
 @pytest.mark.torchrun
+@pytest.mark.timeout(300)
 def test_forked_ranks_equal_those_of_torchrun(tmp_path):
     forked, alone = tmp_path / "forked", tmp_path / "torchrun"
     forked.mkdir()

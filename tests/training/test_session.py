@@ -13,6 +13,7 @@ from tiny_run import SPARSE, TINY, read_records, train, trained
 pytestmark = pytest.mark.slow
 
 COMPARED = ("lm_loss", "load_balancing_loss", "z_loss", "dropped_fraction", "grad_norm")
+TEXTS = ("schema", "kind")
 EXACT = (
     f"{SPARSE} --use-distributed-optimizer --hidden-dropout 0 --attention-dropout 0 "
     "--moe-z-loss-coeff 1e-3 --eval-iters 1 --eval-interval 2 --save-interval 1 "
