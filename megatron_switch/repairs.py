@@ -3,7 +3,8 @@
 The wheel trains, but what follows from a save is broken in places: with the distributed
 optimizer and torch's Adam (no Transformer Engine, no Apex) a run cannot resume, or resumes
 with wrong numbers; a pipeline stage without experts loses its optimizer's step; the first
-save starts a process per rank that takes seconds; a crash can leave an empty tracker.
+save starts a process per rank that takes seconds; a crash can leave an empty tracker. And its
+log of tokens per expert does not see experts that are not Transformer Engine's.
 
 :func:`repaired_megatron` enters all repairs for the length of a ``with`` block. Each one
 wraps the original instead of copying it, names its reason, and is checked against the
@@ -22,6 +23,7 @@ import torch
 
 from megatron_switch.atomic import renamed_into_place
 from megatron_switch.checkpoint.files import TRACKER
+from megatron_switch.moe.count_log import register_count_hooks
 from megatron_switch.patching import Patch, applied
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -103,6 +105,12 @@ def megatron_repairs() -> tuple[Patch, ...]:
             "it runs make, but the wheel has the compiled helper and no Makefile",
             wrapper=_compile_if_missing,
             sha256=("84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63",),
+        ),
+        Patch(
+            "megatron.training.activation_logging:ActivationLogger.register_tpe_hooks",
+            "it looks for Transformer Engine's experts only, and takes padded rows for tokens",
+            register_count_hooks,
+            sha256=("ad828d23398bf8435eb7616b5297db67e5d2b20d69e76bd31b2f9ec78a065004",),
         ),
     )
 

@@ -17,7 +17,7 @@ from megatron_switch.checkpoint.files import TRACKER
 from megatron_switch.errors import UpstreamError
 from megatron_switch.repairs import megatron_repairs, repaired_megatron
 
-NUMBER_OF_REPAIRS = 9
+NUMBER_OF_REPAIRS = 10
 """A repair more needs a reason; a repair less, a release of Megatron that needs it no longer."""
 
 

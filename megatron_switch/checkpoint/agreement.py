@@ -203,9 +203,9 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
 def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> None:
     """Raise when this run's optimizer cannot read the stored optimizer state.
 
-    State in ``dp_reshardable`` form lies in the order of one layout's gradient buckets; only
-    the data-parallel size may change. The distributed optimizer and the plain one keep
-    different records, and so does the plain one in full and in mixed precision.
+    The distributed optimizer and the plain one keep different records, and so does the plain
+    one in full and in mixed precision. State in ``dp_reshardable`` form lies in the order of
+    one layout's gradient buckets; only the data-parallel size may change.
 
     Raises:
         CheckpointError: Naming the flag that makes the state readable.
@@ -218,11 +218,12 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
             f"The checkpoint was saved {was} --use-distributed-optimizer, and its optimizer state "
             f"can only be loaded that way. Set the flag as it was, {way_out}"
         )
-    precision = [_precision(stored), _precision(args)]
-    if precision[0] != precision[1]:
+    old, new = _precision(stored), _precision(args)
+    if old != new and "fp32" in (old, new) and not args.use_distributed_optimizer:
         raise CheckpointError(
-            f"The optimizer state was saved in {precision[0]} and this run is in {precision[1]}. "
-            f"Set the precision as it was, {way_out}"
+            f"The optimizer state was saved in {old} and this run is in {new}. Only "
+            "--use-distributed-optimizer keeps state that can be loaded in either. Set the "
+            f"precision as it was, {way_out}"
         )
     form = (common_state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if form != "dp_reshardable":

@@ -30,11 +30,13 @@ from megatron_switch.moe.step_key import set_step_key
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def datasets_provider(num_samples: list[int]) -> Any:
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Build Megatron's train, validation and test data sets.
 
     Args:
         num_samples: Least number of samples of each.
+        vp_stage: Number of the model chunk on this pipeline stage that reads them, if there are
+            several.
 
     Returns:
         The three data sets; one is None where its split is empty.
@@ -61,7 +63,10 @@ def datasets_provider(num_samples: list[int]) -> Any:
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
     return BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset, num_samples, _reads_data, config
+        MockGPTDataset if args.mock_data else GPTDataset,
+        num_samples,
+        partial(_reads_data, vp_stage),
+        config,
     ).build()
 
 
@@ -69,11 +74,10 @@ def datasets_provider(num_samples: list[int]) -> Any:
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
-def _reads_data() -> bool:
-    reads: bool = parallel_state.get_tensor_model_parallel_rank() == 0 and (
-        parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    )
-    return reads
+def _reads_data(vp_stage: int | None) -> bool:
+    first: bool = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    last: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return (first or last) and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 class ForwardStep:

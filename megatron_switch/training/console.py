@@ -85,7 +85,7 @@ class Console:
         if error is None or exited or isinstance(error, SwitchError):
             self.log_path.unlink()
         else:
-            print(f"Output of rank {self._rank}: {self.log_path}", file=sys.stderr, flush=True)
+            error.add_note(f"What rank {self._rank} printed before: {self.log_path}")
 
     def say(self, text: str) -> None:
         """Print to the screen, once for all ranks, and to the log."""

@@ -91,11 +91,9 @@ class StepWriter:
         if self._tensorboard is not None:
             self._tensorboard.add_scalar(tag, value, step, *args, **kwargs)
         if tag in _NAMES:
-            if self._record.get("iteration") != step:
-                self._begin_iteration(step)
-            self._record[_NAMES[tag]] = _finite(value)
-        elif tag == _BATCH_SIZE and self._record.get("iteration") == step:
-            self._record["tokens_per_second"] = self._rate(int(value), step)
+            self._record_of(step)[_NAMES[tag]] = _finite(value)
+        elif tag == _BATCH_SIZE:
+            self._record_of(step)["tokens_per_second"] = self._rate(int(value), step)
         elif match := _VALIDATION_LOSS.match(tag):
             self._evaluated = match["name"] or "", _finite(value)
 
@@ -117,9 +115,12 @@ class StepWriter:
         if record and self._metrics is not None:
             self._metrics.write(record)
 
-    def _begin_iteration(self, step: int) -> None:
-        self.finish_iteration()
-        self._record = {"iteration": step, "kind": "train", **dict.fromkeys(_NAMES.values())}
+    def _record_of(self, step: int) -> dict[str, Any]:
+        """Return the record under way, a new one where an iteration begins."""
+        if self._record.get("iteration") != step:
+            self.finish_iteration()
+            self._record = {"iteration": step, "kind": "train", **dict.fromkeys(_NAMES.values())}
+        return self._record
 
     def _rate(self, batch_size: int, step: int) -> float:
         """Return the tokens per second since the last record."""

@@ -29,6 +29,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_switch import parallel_state
@@ -200,7 +201,7 @@ class _Opening:
     def model(self) -> TrainedModel:
         """Build and load, after :meth:`check` and inside of process groups."""
         module = self._build()
-        _load_weights(module, self._found.folder, self._state)
+        _load_weights(unwrap_model(module), self._found.folder, self._state)
         return TrainedModel(
             module.eval(),
             self._tokenizer,

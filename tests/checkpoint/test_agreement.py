@@ -258,9 +258,12 @@ def test_the_kind_of_optimizer_cannot_change(stored):
         check_resume(checkpoint, arguments(use_distributed_optimizer=not stored))
 
 
-def test_the_precision_of_the_optimizer_state_cannot_change():
+def test_the_precision_can_change_with_the_distributed_optimizer_only():
+    check_resume(common_state(arguments()), arguments(bf16=True))
+    plain = {"use_distributed_optimizer": False}
     with pytest.raises(CheckpointError, match=r"saved in fp32 and this run is in --bf16"):
-        check_resume(common_state(arguments()), arguments(bf16=True))
+        check_resume(common_state(arguments(**plain)), arguments(**plain, bf16=True))
+    check_resume(common_state(arguments(**plain, fp16=True)), arguments(**plain, bf16=True))
 
 
 @pytest.mark.parametrize(

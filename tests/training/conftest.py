@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tiny_run import SPARSE, TINY
 
 from megatron_switch.training.arguments import CommandLine, parse_command_line
@@ -18,3 +21,16 @@ def sparse_line() -> Callable[[str], CommandLine]:
 def dense_line() -> Callable[[str], CommandLine]:
     """Parse the dense model's flags and some more."""
     return lambda more="": parse_command_line(f"{TINY} {more}".split())
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> str:
+    """Write 400 documents of random tokens; return the flags that name them."""
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(400):
+        builder.add_item(torch.randint(127, (20,), generator=generator))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return f"--data-path {prefix} --split 80,10,10"

@@ -22,7 +22,7 @@ from megatron_switch.emulation.launch import import_megatron
 TINY = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 "
-    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --switch-device cpu "
+    "--lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 127 --switch-device cpu "
     "--eval-iters 0 --log-interval 1"
 )
 SPARSE = f"{TINY} --num-experts 4"
@@ -101,8 +101,8 @@ def _become_command(
     try:
         for file, target in zip(files, (1, 2), strict=True):
             os.dup2(file, target)
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # pytest has its own
-        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)  # pytest has its own
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
         torch.set_num_threads(1)
         if prepare is not None:
             prepare()
