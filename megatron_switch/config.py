@@ -78,6 +78,10 @@ class SwitchConfig:
     metrics_interval: int = 10
     """Iterations between the metrics records that carry per-layer and per-expert arrays."""
 
+    override_checkpoint: bool = False
+    """Continue from a checkpoint although its Switch settings differ from this run's; the flags of
+    this run win."""
+
     model: str | None = None
     """JSON file of Megatron flags (without the leading dashes) that describe the model; an explicit
     flag wins."""

@@ -15,11 +15,12 @@ Adam, which keeps one step per parameter group, the repairs of torch's Adam do n
 import importlib.util
 import os
 import queue
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_switch.atomic import renamed_into_place
 from megatron_switch.checkpoint.files import TRACKER
@@ -66,6 +67,13 @@ def megatron_repairs() -> tuple[Patch, ...]:
             "that were never saved or holds a placeholder's",
             wrapper=_set_states_except_step,
             sha256=("40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",),
+        ),
+        Patch(
+            f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
+            "with several buckets it cuts the state at places that count the padding between "
+            "them, out of a copy without it, and saves other parameters' moments",
+            wrapper=_cut_state_where_it_lies,
+            sha256=("6df6392a0ebb4c79b632fccd59d2703ac0021f0a73ef9e87eb32d0b3bdfb23b0",),
         ),
         Patch(
             f"{_CHAIN}._synchronize_steps",
@@ -163,6 +171,44 @@ def _set_states_except_step(
         original(self, model_param, tensors)
 
     return _set_main_param_and_optimizer_states
+
+
+def _cut_state_where_it_lies(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the gathered state have the buffers' own layout, padding included, for the cutting."""
+
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gather = self.get_parameter_state_dp_zero
+
+        def gather_padded(*gather_args: Any, **gather_kwargs: Any) -> Any:
+            state = gather(*gather_args, **gather_kwargs)
+            if state is not None:  # another rank holds what was gathered
+                for index, buffer in enumerate(self.buffers):
+                    for tensors in state[index].values():
+                        for key, value in tensors.items():
+                            if isinstance(value, Tensor):
+                                tensors[key] = _with_padding(value, buffer.buckets)
+            return state
+
+        self.get_parameter_state_dp_zero = gather_padded
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del self.get_parameter_state_dp_zero
+
+    return sharded_param_state_fully_reshardable
+
+
+def _with_padding(values: Tensor, buckets: Sequence[Any]) -> Tensor:
+    """Spread one buffer's values, stored bucket after bucket, to where the buckets start."""
+    ends = [bucket.offset + bucket.numel_unpadded for bucket in buckets]
+    if ends[-1] == values.numel():
+        return values  # nothing was padded, except behind the last bucket
+    spread = values.new_zeros(ends[-1])
+    taken = 0
+    for bucket, end in zip(buckets, ends, strict=True):
+        spread[bucket.offset : end] = values[taken : taken + bucket.numel_unpadded]
+        taken += bucket.numel_unpadded
+    return spread
 
 
 def _synchronize_empty_optimizers(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

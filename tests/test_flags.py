@@ -34,6 +34,7 @@ FLAGS = {
     "--switch-run-dir": (None, None),
     "--switch-metrics-file": (None, None),
     "--switch-metrics-interval": (10, None),
+    "--switch-override-checkpoint": (False, None),
     "--switch-model": (None, None),
 }
 

@@ -177,7 +177,7 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
     is_stock = len(missing) == len(names)
     if not is_stock:
         differences += megatron
-    if differences and not getattr(args, FLAG_PREFIX + "override_checkpoint", False):
+    if differences and not args.switch_override_checkpoint:
         raise CheckpointError(
             f"Switch settings differ from the checkpoint's:{_lines(differences)}\n"
             "Give these flags the checkpoint's values, or pass --switch-override-checkpoint to "

@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -138,10 +138,6 @@ class Device:
         """No: torch's own code must take its CPU paths, because the tensors are on the CPU."""
         return False
 
-    def is_initialized(self) -> bool:
-        """Yes: there is nothing to initialise."""
-        return True
-
     def is_in_bad_fork(self) -> bool:
         """No: a forked process can use the emulated device, whatever its parent touched."""
         return False
@@ -176,10 +172,6 @@ class Device:
     def is_current_stream_capturing(self) -> bool:
         """No CUDA graph is ever captured."""
         return False
-
-    def lazy_call(self, callable: Callable[[], None], **kwargs: object) -> None:
-        """Call now: the device needs no initialisation."""
-        callable()
 
     def memory_allocated(self, device: object = None) -> int:
         """Resident memory of this process, in bytes."""

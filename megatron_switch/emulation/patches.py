@@ -129,13 +129,8 @@ def emulation_patches(device: Device, streams: RandomStreams, mode: CudaOnCpu) -
 
 
 _ALIASES = {
-    "torch.cuda.random:_lazy_init": "torch.cuda:_lazy_init",
-    "torch.cuda.random:_lazy_call": "torch.cuda:_lazy_call",
     "torch.cuda.random:current_device": "torch.cuda:current_device",
     "torch.cuda.random:device_count": "torch.cuda:device_count",
-    "torch.cuda.random:is_initialized": "torch.cuda:is_initialized",
-    "megatron.core.tensor_parallel.random:_lazy_init": "torch.cuda:_lazy_init",
-    "megatron.core.tensor_parallel.random:_lazy_call": "torch.cuda:_lazy_call",
 }
 """Names bound at import, by the name of their origin."""
 
@@ -144,10 +139,9 @@ def _answers(device: Device) -> dict[str, Any]:
     """What stands in place of each name of ``torch.cuda`` that Megatron asks."""
     return {
         "torch.accelerator:is_available": device.is_available,
+        # With this one, torch's own deferred calls happen at once, wherever their names were
+        # copied to at import (megatron.core.tensor_parallel.random sets random states with them).
         "torch.cuda:_initialized": True,
-        "torch.cuda:is_initialized": device.is_initialized,
-        "torch.cuda:_lazy_init": device.ignore,
-        "torch.cuda:_lazy_call": device.lazy_call,
         "torch.cuda:_is_in_bad_fork": device.is_in_bad_fork,
         "torch.cuda:_exchange_device": device.exchange_device,
         "torch.cuda:_maybe_exchange_device": device.exchange_device,

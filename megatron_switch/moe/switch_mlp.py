@@ -136,8 +136,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         num_sequences, length, width = x_BSD.shape
         num_tokens, num_experts = num_sequences * length, self.config.num_moe_experts
         capacity = self.router.capacity_of(num_sequences, length)
-        groups = self.router.groups.count(num_sequences)
-        rows = self._most_rows(num_tokens, groups * capacity)
+        rows = self._most_rows(num_tokens, self.router.groups.count(num_sequences), capacity)
         row_bytes = width * x_BSD.element_size()
         factor = (
             "--moe-expert-capacity-factor" if self.training else "--switch-eval-capacity-factor"
@@ -154,19 +153,21 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
             "with --recompute-granularity selective --recompute-modules moe."
         )
 
-    def _most_rows(self, num_tokens: int, num_slots: int) -> int:
+    def _most_rows(self, num_tokens: int, num_groups: int, capacity: int) -> int:
         """Return how many rows this rank's experts can be sent.
 
         Args:
             num_tokens: Tokens of a rank.
-            num_slots: Slots of an expert in all capacity groups of a micro-batch.
+            num_groups: Capacity groups of a micro-batch.
+            capacity: Slots per expert and capacity group.
         """
         grid = self.token_dispatcher.grid
+        groups = grid.local_experts * num_groups
         shards: int = self.router.tp_cp_group.size()
         if isinstance(self.token_dispatcher, PaddedDispatcher):  # sent, filled or not
-            return grid.peers * grid.local_experts * -(-num_slots // shards)
+            return grid.peers * groups * -(-capacity // shards)
         micro_batches = 1 if self.switch.capacity_group == "ep" else -(-grid.peers // shards)
-        return min(grid.peers * num_tokens, micro_batches * grid.local_experts * num_slots)
+        return min(grid.peers * num_tokens, micro_batches * groups * capacity)
 
 
 def _refuse_unsupported(

@@ -31,11 +31,8 @@ _REQUIRED = (
 )
 _ALSO_DENSE = ("device", "run_dir", "metrics_file", "metrics_interval", "model", "recipe")
 _ROUNDING_FLAGS = ("switch_min_capacity", "switch_capacity_rounding")
-_FACTOR_FLAGS = (
-    "moe_expert_capacity_factor",
-    "switch_eval_capacity_factor",
-    *_ROUNDING_FLAGS,
-)
+_FACTOR_FLAGS = ("moe_expert_capacity_factor", "switch_eval_capacity_factor", *_ROUNDING_FLAGS)
+_DROP_FLAGS = ("switch_drop_order", *_ROUNDING_FLAGS)
 _EXCESS = 4  # a buffer this many times larger than the memory is a slip of the pen
 _FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
@@ -60,7 +57,7 @@ def check_before_megatron(
         check_megatron_flags(args)
         _check_capacity(args, switch, device)
         ignored |= ignored_flags(line.explicit)
-        if switch.drop_order == "probability":
+        if switch.drop_order == "probability" and not _never_drops(args, switch):
             notes.append(
                 "--switch-drop-order probability: a later token can take the slot of an earlier "
                 "one, so this decoder sees the future while training."
@@ -84,11 +81,10 @@ def ignored_switch_flags(
         kept = {"switch_" + name for name in _ALSO_DENSE}
         names = [n for n in explicit if n.startswith("switch_") and n not in kept]
         return {_flag(name): reason for name in sorted(names)}
-    training_factor = args.moe_expert_capacity_factor
     if switch.capacity is not None:
         idle |= dict.fromkeys(_FACTOR_FLAGS, f"--switch-capacity {switch.capacity} is absolute.")
-    elif all(f is None or f < 0 for f in (training_factor, switch.eval_capacity_factor)):
-        idle |= dict.fromkeys(_ROUNDING_FLAGS, "both capacity factors are negative: no drops.")
+    elif _never_drops(args, switch):
+        idle |= dict.fromkeys(_DROP_FLAGS, "both capacity factors are negative: no drops.")
     if not (args.switch_metrics_file or args.switch_run_dir or args.tensorboard_dir):
         idle["switch_metrics_interval"] = (
             "there is no --switch-metrics-file, --switch-run-dir or --tensorboard-dir."
@@ -178,6 +174,11 @@ def _check_required(args: Namespace) -> None:
 
 def _flag(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
+
+
+def _never_drops(args: Namespace, switch: SwitchConfig) -> bool:
+    factors = (args.moe_expert_capacity_factor, switch.eval_capacity_factor)
+    return switch.capacity is None and all(factor is None or factor < 0 for factor in factors)
 
 
 def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> None:

@@ -159,7 +159,7 @@ class RunFolder:
     def _compare(self, args: Namespace) -> None:
         try:
             found = json.loads(self._run.read_text(encoding="utf-8"))["identity"]
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self._run} cannot be read as the record of a run ({error!r}). Give another "
                 "--switch-run-dir."
@@ -179,7 +179,8 @@ class RunFolder:
 
 _RESUME = """\
 #!/usr/bin/env bash
-# Continues this run from its newest checkpoint. More flags may follow.
+# Continues this run from its newest checkpoint. More flags may follow. Where torchrun started it on
+# several nodes: run this on each, with PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT set.
 set -eu
 cd {folder}
 exec {command} "$@"

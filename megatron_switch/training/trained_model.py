@@ -278,7 +278,7 @@ class _Opening:
         return built
 
 
-def _load_weights(module: torch.nn.Module, folder: Path, state: Mapping[str, Any]) -> None:
+def _load_weights(module: Any, folder: Path, state: Mapping[str, Any]) -> None:
     """Read every weight of ``module`` from a checkpoint, each rank its part.
 
     Raises:

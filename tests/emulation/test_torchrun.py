@@ -28,6 +28,8 @@ def test_forked_ranks_equal_those_of_torchrun(tmp_path):
     command += ["--standalone", stock_pretrain.__file__, FLAGS, str(alone)]
     ended = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+    # Megatron's warning when a fork of the CUDA stream moves the host's on: once per dropout here.
+    assert "CPU RNG state changed" not in ended.stdout + ended.stderr
 
     records = stock_pretrain.train(2, FLAGS, forked)
     assert records == stock_pretrain.read_records(2, alone)

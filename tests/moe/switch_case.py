@@ -85,19 +85,27 @@ def build_layer(
     return layer
 
 
-def new_tracker(**settings: Any) -> SwitchMetricsTracker:
+class Tracker(SwitchMetricsTracker):
+    """Keeps the report of the last training step."""
+
+    def __init__(self, layer_numbers: tuple[int, ...] = (LAYER,)) -> None:
+        super().__init__(layer_numbers, E, on_report=self._keep)
+        self._last: RoutingReport
+
+    def _keep(self, report: RoutingReport, iteration: int) -> None:
+        self._last = report
+
+    def step(self) -> RoutingReport:
+        """Report as at the end of a training step."""
+        self.report(loss_scale=1.0, iteration=1)
+        return self._last
+
+
+def new_tracker() -> Tracker:
     """Make an empty tracker the active one."""
-    tracker = SwitchMetricsTracker((LAYER,), E, **settings)
+    tracker = Tracker()
     set_moe_metrics_tracker(tracker)
     return tracker
-
-
-def report_of(tracker: SwitchMetricsTracker) -> RoutingReport:
-    """Return what the tracker reports for a training step."""
-    reports: list[RoutingReport] = []
-    tracker._on_report = lambda report, iteration: reports.append(report)
-    tracker.report(loss_scale=1.0, iteration=1)
-    return reports[0]
 
 
 @dataclass(frozen=True)
@@ -339,4 +347,4 @@ def check_against(oracle: Oracle, layer: SwitchMLP, part: Part) -> None:
     dropped = (dropped < 0) | (dropped >= oracle.capacity)
     # Not merely close to zero: the residual passes a dropped token on as it is.
     assert torch.equal(~actual["y"].bool().any(dim=1), part.of(dropped))
-    oracle.check_report(report_of(tracker))
+    oracle.check_report(tracker.step())

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.moe_logging import (
     get_moe_metrics_tracker,
     set_moe_metrics_tracker,
 )
-from switch_case import LAYER, Case, Oracle, build_layer, new_tracker, report_of, run_part
+from switch_case import LAYER, Case, Oracle, Tracker, build_layer, new_tracker, run_part
 
 from megatron_switch.moe.metrics import SwitchMetricsTracker, record_routing
 from megatron_switch.moe.statistics import row_width
@@ -83,12 +83,12 @@ def test_per_layer_values_carry_megatrons_names(flag, interval):
 
 
 def test_evaluation_and_training_never_mix():
-    tracker = SwitchMetricsTracker((1,), E)
+    tracker = Tracker((1,))
     with torch.inference_mode():  # generating may come first
         tracker.record_row(1, uniform_row(balance=9.0, dropped=8), training=False)
     tracker.record_row(1, uniform_row(balance=1.0), training=True)
     tracker.record_row(1, uniform_row(balance=7.0, dropped=8), training=False)
-    assert report_of(tracker).scalars()["load_balancing_loss"] == 1.0
+    assert tracker.step().scalars()["load_balancing_loss"] == 1.0
     evaluation = tracker.report_evaluation()
     assert evaluation.dropped == 1.0
     assert evaluation.balance_loss == 8.0
@@ -96,15 +96,15 @@ def test_evaluation_and_training_never_mix():
 
 
 def test_rows_stay_where_a_captured_graph_adds_to_them():
-    tracker = SwitchMetricsTracker((1,), E)
+    tracker = Tracker((1,))
     tracker.record_row(1, uniform_row(), training=True)
     rows = tracker.metrics["training"].values
-    report_of(tracker)
+    tracker.step()
     rows += uniform_row(balance=3.0)  # what a replayed graph does, without Python
-    assert report_of(tracker).balance_loss == 3.0
+    assert tracker.step().balance_loss == 3.0
     rows += uniform_row()
     tracker.clear()  # Megatron's, after warm-up and after evaluation
-    assert report_of(tracker).tokens_L.tolist() == [0.0]
+    assert tracker.step().tokens_L.tolist() == [0.0]
 
 
 def test_a_model_without_experts_logs_nothing():
@@ -169,7 +169,7 @@ def _check_idle_rank(rank):
     if rank == 0:
         tracker.record_row(LAYER, uniform_row(balance=2.0, dropped=2), training=True)
         tracker.record_row(LAYER, uniform_row(dropped=4), training=False)
-    assert report_of(tracker).balance_loss == 2.0
+    assert tracker.step().balance_loss == 2.0
     assert tracker.report_evaluation().dropped == 0.5
 
 
@@ -190,7 +190,7 @@ def _check_layouts(rank):
             run_part(layer.eval(), oracle, part)
             with torch.no_grad():  # the first of two passes through a recomputed layer
                 layer.train()(torch.zeros(4, 2, 6, dtype=torch.float64))
-        oracle.check_report(report_of(tracker), repeats)
+        oracle.check_report(tracker.step(), repeats)
     evaluation = tracker.report_evaluation()
     torch.testing.assert_close(evaluation.balance_loss_L[0], oracle.expected["balance"].mean())
     assert evaluation.tokens_L.tolist() == [4 * (~oracle.padding_T).sum()]

@@ -10,12 +10,13 @@ import pytest
 import torch
 from layout_case import D, E, Layout, S, start_groups
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router_trace import (
     RouterTracer,
     load_hidden_states_for_record,
     load_logits_for_record,
 )
-from switch_case import LAYER, Case, build_layer
+from switch_case import LAYER, Case, build_layer, new_tracker
 from torch import nn
 
 from megatron_switch.config import SwitchConfig
@@ -67,6 +68,37 @@ def _check_no_loss(rank):
         layer = build_layer(Case(config=config), Layout(1), groups)
         (layer(hidden_SBD())[0] * 0.0).sum().backward()
         assert layer.router.weight.grad.any() == with_loss
+
+
+def test_balanced_routing_logs_exactly_one():
+    run_ranks(_check_balanced, 1)
+
+
+def _check_balanced(rank):
+    layer = build_layer(Case(), Layout(1), start_groups(Layout(1)))
+    layer.router.weight.data.copy_(5.0 * torch.eye(E, D))
+    x_TD = torch.eye(E, D, dtype=torch.float64).repeat(2 * S // E, 1)  # one for each expert in turn
+    tracker = new_tracker()
+    layer(x_TD.view(2, S, D).transpose(0, 1))
+    report = tracker.step()
+    assert report.balance_loss == 1.0
+    assert report.load_LE.tolist() == [[0.25] * E]
+    assert report.dropped == 0.25  # capacity factor 0.75
+
+
+def test_loss_gradients_follow_megatrons_loss_scale():
+    run_ranks(_check_loss_scale, 1)
+
+
+def _check_loss_scale(rank):
+    groups = start_groups(Layout(1))
+    gradients = []
+    for scale in (1.0, 1024.0):
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale))
+        layer = build_layer(Case(), Layout(1), groups)
+        (layer(hidden_SBD())[0] * 0.0).sum().backward()
+        gradients.append(layer.router.weight.grad)
+    assert torch.equal(gradients[1], 1024.0 * gradients[0])
 
 
 def test_padding_masks_are_checked():

@@ -17,7 +17,6 @@ from switch_case import (
     build_layer,
     check_against,
     new_tracker,
-    report_of,
     run_part,
     summed_gradients,
 )
@@ -28,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import ConfigError
+from megatron_switch.moe import switch_mlp
 from megatron_switch.moe.spec import switch_mlp_spec
 from megatron_switch.moe.step_key import set_step_key
 from megatron_switch.testing.ranks import run_ranks
@@ -171,10 +171,33 @@ def _two_micro_batches(oracle, layer, forward=plain_forward):
         outputs.append(forward(layer, leaf, oracle.padding_MBS[index]))
     for output, grad in zip(outputs, oracle.out_grad_MBSD, strict=True):
         output.backward(grad.transpose(0, 1))
-    report = report_of(tracker)
+    report = tracker.step()
     assert report.tokens_L.tolist() == [(~oracle.padding_T).sum()]  # once, not twice
     parameters = [parameter.grad for parameter in layer.parameters()]
     return [*outputs, *(leaf.grad for leaf in leaves), *parameters, report.z_loss_L]
+
+
+def test_scaled_precisions_are_recomputed_by_transformer_engine(monkeypatch):
+    calls = []
+
+    def engine_checkpoint(function, distribute, tracker, group, *inputs):
+        calls.append((distribute, tracker, group))
+        return function(*inputs)
+
+    monkeypatch.setattr(switch_mlp, "te_checkpoint", engine_checkpoint)
+    run_ranks(_check_engine, 1, calls)
+
+
+def _check_engine(rank, calls):
+    moe = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    layer = build_layer(Case(), Layout(1), start_groups(Layout(1)), **moe)
+    hidden_SBD = torch.randn(8, 2, D, dtype=torch.float64)
+    expected, _ = layer.eval()(hidden_SBD)
+    layer.config.fp8 = "hybrid"
+    layer.train()(hidden_SBD)
+    assert calls == [(False, tensor_parallel.get_cuda_rng_tracker, layer.tp_group)]
+    assert torch.equal(layer.eval()(hidden_SBD)[0], expected)
+    assert len(calls) == 1  # nothing is recomputed in evaluation
 
 
 @pytest.mark.parametrize("dispatch", ["packed", "padded"])

@@ -1,12 +1,13 @@
 """Parsed command lines of the smallest model that has everything."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tiny_run import SPARSE, TINY
+from tiny_run import EXACT, SPARSE, TINY, trained
 
 from megatron_switch.training.arguments import CommandLine, parse_command_line
 
@@ -34,3 +35,20 @@ def data(tmp_path_factory) -> str:
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
     return f"--data-path {prefix} --split 80,10,10"
+
+
+@pytest.fixture(scope="session")
+def one_rank(data, tmp_path_factory) -> Callable[[str], tuple[str, Path]]:
+    """Train with one rank; return the flags that go on after iteration 1, and the run folder."""
+    made = {}
+
+    def run(pattern: str) -> tuple[str, Path]:
+        if pattern not in made:
+            folder = tmp_path_factory.mktemp("one_rank") / "run"
+            flags = f"{EXACT} {data} --num-layers {len(pattern)}"
+            flags += f" --moe-layer-freq [{','.join(pattern)}]"
+            trained(f"{flags} --switch-run-dir {folder}")
+            made[pattern] = f"{flags} --load {folder / 'checkpoints'} --ckpt-step 1", folder
+        return made[pattern]
+
+    return run

@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from contextlib import nullcontext
 
 import pytest
 
@@ -38,6 +39,14 @@ Evaluating iter 1/1
 def temporary_logs(monkeypatch, tmp_path):
     monkeypatch.setattr(console_module.tempfile, "tempdir", str(tmp_path))
     return tmp_path
+
+
+def use(console, error):
+    """Print inside a console, and fail if there is an error."""
+    with console:
+        print("last words")
+        if error is not None:
+            raise error
 
 
 @pytest.mark.parametrize("line", SHOWN.splitlines())
@@ -94,30 +103,25 @@ def test_a_log_is_continued_by_the_next_start(tmp_path):
 
 def test_everything_is_given_back(tmp_path):
     before = (sys.stdout, warnings.showwarning, list(logging.getLogger().handlers))
-    with pytest.raises(RuntimeError), Console(tmp_path, rank=0):
-        assert sys.stdout is not before[0]
-        raise RuntimeError
+    with pytest.raises(RuntimeError, match="broken"):
+        use(Console(tmp_path, rank=0), RuntimeError("broken"))
     assert (sys.stdout, warnings.showwarning, list(logging.getLogger().handlers)) == before
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(), SystemExit(0), ConfigError("a flag")])
 def test_a_temporary_log_goes_with_a_run_that_ends_well(temporary_logs, error):
-    try:
-        with Console(None, rank=3) as console:
-            assert console.log_path.exists()
-            assert f"{console.log_path}, kept only if the run fails" in console.log_text
-            if error is not None:
-                raise error
-    except type(error) if error is not None else ():
-        pass
+    console = Console(None, rank=3)
+    assert f"{console.log_path}, kept only if the run fails" in console.log_text
+    assert list(temporary_logs.iterdir()) == [console.log_path]
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        use(console, error)
     assert list(temporary_logs.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(1)])
 def test_a_temporary_log_of_a_failure_stays_and_is_named_below_the_traceback(temporary_logs, error):
-    with pytest.raises(type(error)) as raised, Console(None, rank=3):
-        print("last words")
-        raise error
+    with pytest.raises(type(error)) as raised:
+        use(Console(None, rank=3), error)
     (log,) = temporary_logs.iterdir()
     assert log.read_text() == "last words\n"
     assert raised.value.__notes__ == [f"What rank 3 printed before: {log}"]

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from megatron_switch.checkpoint.contents import read_common_state
 from megatron_switch.cli import main
 from megatron_switch.emulation import launch
 from megatron_switch.errors import CheckpointError, ConfigError, DataError, LayoutError
@@ -72,6 +73,18 @@ def generate(capfd, folder, *flags, num_ranks=1):
     argv = ["--load", str(folder), *ON_CPU, *flags]
     assert launch(num_ranks, lambda: run(argv)) == 0
     return capfd.readouterr().out
+
+
+def generate_each(capfd, folder, *cases):
+    """Return what is printed for each tuple of flags, all by one process."""
+
+    def each():
+        for flags in cases:
+            run(["--load", str(folder), *ON_CPU, *flags])
+            print("\0", end="", flush=True)
+
+    in_a_rank(each)
+    return capfd.readouterr().out.split("\0")[:-1]
 
 
 def in_a_rank(check, *args):
@@ -141,9 +154,8 @@ def test_every_layout_draws_the_same_text(trained, layout, capfd):
 
 def test_a_seed_decides_the_text(trained, capfd):
     flags = ("--prompt", PROMPT, "--temperature", "2", "--top-p", "1", "--num-tokens", "20")
-    first, again, other = (
-        generate(capfd, trained, *flags, "--seed", seed) for seed in ("7", "7", "8")
-    )
+    seeds = [(*flags, "--seed", seed) for seed in ("7", "7", "8")]
+    first, again, other = generate_each(capfd, trained, *seeds)
     assert first == again
     assert first != other
 
@@ -151,10 +163,12 @@ def test_a_seed_decides_the_text(trained, capfd):
 def test_drop_changes_nothing_while_capacity_suffices(trained, capfd):
     flags = ("--prompt", PROMPT, "--temperature", "2", "--num-tokens", "20")
     ample = ("--drop", "--switch-eval-capacity-factor", "4")
-    assert generate(capfd, trained, *flags, *ample) == generate(capfd, trained, *flags)
+    dropless, limited = generate_each(capfd, trained, flags, (*flags, *ample))
+    assert limited == dropless
 
 
 def test_padding_takes_no_capacity(trained):
+    """Not even from earlier tokens, which the order of probability would let it do."""
     in_a_rank(_check_padding, trained)
 
 
@@ -162,7 +176,8 @@ def _check_padding(folder):
     with open_trained_model(folder, ON_CPU) as model:
         ids = model.tokenizer.built.tokenize(PROMPT)
         dropless_BSV = model.logits(*window(ids))
-    with open_trained_model(folder, [*ON_CPU, "--switch-capacity", "2"], drop=True) as model:
+    limits = ("--switch-capacity", "2", "--switch-drop-order", "probability")
+    with open_trained_model(folder, [*ON_CPU, *limits], drop=True) as model:
         limited_BSV = model.logits(*window(ids))
         tokens_BS, padding_BS = window([*ids, *[0] * 9])
         padding_BS[:, len(ids) :] = True
@@ -279,6 +294,11 @@ def test_a_model_is_needed(tmp_path):
         run(["--prompt", "a", "--load", str(tmp_path)])
 
 
+def test_an_iteration_that_was_not_saved_is_refused(trained):
+    with pytest.raises(CheckpointError, match="--ckpt-step 5 asks for .*iter_0000012"):
+        run(["--load", str(trained), *ON_CPU, "--prompt", "a", "--ckpt-step", "5"])
+
+
 def test_a_layout_that_does_not_fit_is_refused(trained):
     with pytest.raises(LayoutError, match="--expert-model-parallel-size"):
         run(["--load", str(trained), *ON_CPU, "--prompt", "a", "--expert-model-parallel-size", "3"])
@@ -287,6 +307,32 @@ def test_a_layout_that_does_not_fit_is_refused(trained):
 def test_flags_of_another_model_are_refused(trained):
     with pytest.raises(CheckpointError, match=r"of another model:\n  --hidden-size: 32 .* 64 now"):
         run(["--load", str(trained), *ON_CPU, "--prompt", "a", "--hidden-size", "64"])
+
+
+def test_every_weight_is_read_and_used(trained, tmp_path):
+    in_a_rank(_check_completeness, trained / "checkpoints" / "iter_0000012", tmp_path)
+
+
+def _check_completeness(iteration, folder):
+    state = read_common_state(iteration)
+    tensors = load_tensors(iteration)
+    weights = {name: t for name, t in tensors.items() if not name.startswith("optimizer.")}
+    save_checkpoint(folder / "whole", "release", weights, state)
+    with open_trained_model(folder / "whole", ON_CPU) as model:
+        assert model.checkpoint.is_release
+    weights["decoder.layers.0.mlp.rooter.weight"] = weights.pop(
+        "decoder.layers.0.mlp.router.weight"
+    )
+    save_checkpoint(folder / "other", "release", weights, state)
+    message = (
+        r"of another model\. It lacks decoder\.layers\.0\.mlp\.router\.weight\. Not part of the "
+        r"model are decoder\.layers\.0\.mlp\.rooter\.weight\."
+    )
+    with (
+        pytest.raises(CheckpointError, match=message),
+        open_trained_model(folder / "other", ON_CPU),
+    ):
+        pass
 
 
 def test_a_checkpoint_without_arguments_names_what_is_missing(tmp_path):

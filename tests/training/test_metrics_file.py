@@ -1,4 +1,4 @@
-"""Records of iterations and evaluations: what they hold, when they come, and what resuming drops."""
+"""Records of iterations and evaluations: what they hold, when they come, what resuming drops."""
 
 import json
 from types import SimpleNamespace

@@ -6,37 +6,13 @@ follow must be those of the one rank, evaluation included.
 """
 
 import pytest
-from tiny_run import SPARSE, TINY, read_records, train, trained
+from tiny_run import EXACT, SPARSE, TINY, read_records, train, trained
 
 pytestmark = pytest.mark.slow
 
 COMPARED = ("lm_loss", "load_balancing_loss", "z_loss", "dropped_fraction", "grad_norm")
 TEXTS = ("schema", "kind")
-EXACT = (
-    f"{SPARSE} --use-distributed-optimizer --hidden-dropout 0 --attention-dropout 0 "
-    "--moe-z-loss-coeff 1e-3 --eval-iters 1 --eval-interval 2 --save-interval 1 "
-    "--switch-metrics-interval 2"
-)
 EP2 = "--expert-model-parallel-size 2"
-
-
-@pytest.fixture(scope="module")
-def one_rank(data, tmp_path_factory):
-    """Train with one rank; return the flags that continue after iteration 1, and the run folder."""
-    made = {}
-
-    def run(pattern):
-        if pattern not in made:
-            folder = tmp_path_factory.mktemp("one_rank")
-            flags = f"{EXACT} {data} --num-layers {len(pattern)}"
-            flags += f" --moe-layer-freq [{','.join(pattern)}]"
-            trained(f"{flags} --switch-run-dir {folder / 'run'}")
-            made[pattern] = folder / "run"
-            flags += f" --load {made[pattern] / 'checkpoints'} --ckpt-step 1"
-            made[pattern] = flags, made[pattern]
-        return made[pattern]
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,13 @@ TINY = (
     "--eval-iters 0 --log-interval 1"
 )
 SPARSE = f"{TINY} --num-experts 4"
+EXACT = (
+    f"{SPARSE} --use-distributed-optimizer --hidden-dropout 0 --attention-dropout 0 "
+    "--moe-z-loss-coeff 1e-3 --eval-iters 1 --eval-interval 2 --save-interval 1 "
+    "--switch-metrics-interval 2"
+)
+"""The sparse model without noise, which gives the same numbers in every layout."""
+
 _PATIENCE_S = 100.0
 
 

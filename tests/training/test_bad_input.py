@@ -1,0 +1,236 @@
+"""Every mistake that a user can make ends with one message, exit code 2, and no traceback."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_run import SPARSE, TINY, run_command, train, trained
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MOCK = "--mock-data"
+
+
+def refused(flags, message, *, environ=None):
+    """Check that training is refused with one message, which matches."""
+    environ = {"RANK": "0", **(environ or {})}
+    outcome = train(flags, prepare=lambda: os.environ.update(environ))
+    assert outcome.code == 2, outcome.screen + outcome.errors
+    assert "Traceback" not in outcome.errors
+    (text,) = [part for part in outcome.errors.split("\nmegatron-switch: ") if "error: " in part]
+    text = text.removeprefix("error: ")
+    assert re.search(message, text, flags=re.DOTALL), text
+
+
+def ranks(number):
+    return {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (SPARSE, r"nothing to train on: no --data-path was given.*megatron-switch prepare"),
+        (f"{SPARSE} {MOCK} --switch-capcity 4", r"no flag --switch-capcity\. Did you mean"),
+        (f"{SPARSE} {MOCK} --mtp-num-layers 1", r"--mtp-num-layers 1 cannot be used with Switch"),
+        (f"{SPARSE} {MOCK} --moe-router-topk 2", r"--moe-router-topk must be 1 .* got 2"),
+        (
+            f"{SPARSE} {MOCK} --switch-dispatch padded --switch-capacity 99000000000",
+            r"One padded expert buffer would be 47\d\d\d GiB.*--switch-capacity",
+        ),
+        (
+            f"{SPARSE} {MOCK} --transformer-impl transformer_engine",
+            r"--transformer-impl transformer_engine needs a GPU",
+        ),
+        (f"{SPARSE} {MOCK} --async-save", r"--async-save needs a GPU.*Leave --async-save out"),
+        (f"{SPARSE} {MOCK} --distributed-backend nccl", r"ranks talk over gloo, got .* nccl"),
+        (f"{SPARSE} {MOCK} --hidden-size 30", r"Megatron refuses these flags: .*hidden_size"),
+        (
+            f"{SPARSE} {MOCK} --tokenizer-type HuggingFaceTokenizer --tokenizer-model gone",
+            r"tokenizer cannot be built from --tokenizer-type HuggingFaceTokenizer and .* gone",
+        ),
+        (
+            f"{SPARSE} {MOCK} --tokenizer-type SentencePieceTokenizer --tokenizer-model gone",
+            r"reads a model file, and --tokenizer-model gone is none",
+        ),
+        (f"{SPARSE} --data-path gone", r"Data path gone needs gone\.idx and gone\.bin"),
+        (f"{SPARSE} {MOCK} --load gone", r"checkpoint folder gone does not exist.*--load"),
+        (
+            f"{SPARSE} {MOCK} --use-checkpoint-args",
+            r"--use-checkpoint-args .* no checkpoint is given\. Add --load",
+        ),
+    ],
+)
+def test_one_rank(flags, message):
+    refused(flags, message)
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "message"),
+    [
+        (3, "--expert-model-parallel-size 3", r"4 experts cannot be shared evenly by 3.*1, 2, 4"),
+        (
+            6,
+            "--tensor-model-parallel-size 4 --sequence-parallel",
+            r"TP.*CP.*PP.*DP.*ETP.*EP.*EDP",
+        ),
+        (2, "--tensor-model-parallel-size 2", r"is required.*Add --sequence-parallel"),
+        (
+            3,
+            "--tensor-model-parallel-size 3 --sequence-parallel",
+            r"heads must be a multiple of TP, but --num-attention-heads is 4",
+        ),
+    ],
+)
+def test_layout(number, flags, message):
+    refused(f"{SPARSE} {MOCK} {flags}", message, environ=ranks(number))
+
+
+@pytest.mark.parametrize(
+    ("device", "environ", "message"),
+    [
+        ("cuda", {}, r"--switch-device cuda needs a GPU that torch can use, and there is none"),
+        (
+            "auto",
+            {"CUDA_VISIBLE_DEVICES": "0"},
+            r"present or promised \(CUDA_VISIBLE_DEVICES=0\) but torch cannot use it",
+        ),
+        ("auto", {"SLURM_GPUS": "8"}, r"present or promised \(SLURM_GPUS=8\)"),
+    ],
+)
+def test_device(monkeypatch, device, environ, message):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(f"{SPARSE} {MOCK} --switch-device {device}", message, environ=environ)
+
+
+@pytest.fixture
+def damaged(data, tmp_path):
+    """Copy the data set, and return its prefix."""
+    prefix = Path(data.split()[1])
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{prefix}{suffix}", tmp_path)
+    return tmp_path / prefix.name
+
+
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [(".bin", r"corpus\.bin is truncated"), (".idx", r"corpus\.idx is damaged: it is truncated")],
+)
+def test_truncated_data(damaged, suffix, message):
+    path = Path(f"{damaged}{suffix}")
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(f"{SPARSE} --data-path {damaged} --split 1,0,0", message)
+
+
+def test_data_of_another_tokenizer(data):
+    refused(f"{SPARSE} {data} --vocab-size 50", r"the tokenizer has only \d+ tokens")
+
+
+def test_a_folder_that_is_no_run(data, tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    refused(f"{SPARSE} {data} --switch-run-dir {tmp_path}", r"not empty and holds no run\.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_only_the_first_rank_speaks_where_all_see_the_same():
+    outcome = train(f"{SPARSE} {MOCK} --moe-router-topk 2", ranks=2)
+    assert outcome.code == 2
+    assert outcome.errors.count("error") == 1
+    assert "Traceback" not in outcome.errors
+
+
+def test_help_and_a_wrong_command_name_what_there_is():
+    outcome = run_command("train", "--help")
+    assert outcome.code == 0
+    assert "--switch-eval-capacity-factor" in outcome.screen
+    outcome = run_command("trian")
+    assert outcome.code == 2
+    assert "invalid choice: 'trian'" in outcome.errors
+
+
+@pytest.fixture
+def saved(one_rank, tmp_path):
+    """Copy the checkpoints of a run of four iterations; return the flags that load them."""
+    flags, run = one_rank("0101")
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    return flags.split(" --load")[0], tmp_path / "checkpoints"
+
+
+def half_written(folder):
+    (folder / ".metadata").unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-layers 6 --moe-layer-freq [0,1,0,1,0,1]", r"of another model:.*--num-layers: 4 in"),
+        ("--num-experts 8", r"of another model:.*--num-experts: 4 in the checkpoint, 8 now"),
+        ("--train-iters 9", r"schedule differs.*--train-iters: 4 in .*9 now.*--override-opt_param"),
+        ("--lr 1e-2", r"--lr: 0\.001 in the checkpoint, 0\.01 now.*--override-opt_param-scheduler"),
+        ("--switch-min-capacity 1", r"differ from the checkpoint's:.*--switch-min-capacity: 4 in"),
+        ("--ckpt-step 9", r"--ckpt-step 9 asks for .*does not exist\. Complete .*iter_0000004"),
+    ],
+)
+def test_a_checkpoint_of_something_else(saved, flags, message):
+    words, checkpoints = saved
+    refused(f"{words} --load {checkpoints} {flags}", message)
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_whole_checkpoint(saved):
+    words, checkpoints = saved
+    for folder in checkpoints.glob("iter_*"):
+        half_written(folder)
+    refused(f"{words} --load {checkpoints}", r"no complete checkpoint\. .*iter_0000004")
+    shutil.rmtree(checkpoints)
+    checkpoints.mkdir()
+    message = r"holds no checkpoint: .*is missing\. There is no iter_\* folder either"
+    refused(f"{words} --load {checkpoints}", message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: (folder / TRACKER).write_text(""),
+            "is empty. Continuing from iter_0000004",
+        ),
+        (lambda folder: (folder / TRACKER).unlink(), "is missing. Continuing from iter_0000004"),
+        (
+            lambda folder: half_written(folder / "iter_0000004"),
+            "Continuing from iter_0000003, the newest complete one.",
+        ),
+    ],
+    ids=["empty tracker", "no tracker", "half-written"],
+)
+def test_damage_that_leaves_a_whole_checkpoint_is_said_and_overcome(saved, damage, message):
+    words, checkpoints = saved
+    damage(checkpoints)
+    outcome = trained(f"{words} --load {checkpoints} --eval-iters 0")
+    assert message in outcome.screen
+
+
+@pytest.mark.slow
+def test_the_model_may_come_from_the_checkpoint(data, saved, tmp_path):
+    _, checkpoints = saved
+    flags = f"--use-checkpoint-args --load {checkpoints} --ckpt-step 2 {data} --switch-device cpu"
+    training = "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3"
+    more = "--use-distributed-optimizer --eval-iters 0 --split 80,10,10"
+    outcome = trained(f"{flags} {training} {more}")
+    assert "4 layers (sparse 2, 4; dense 1, 3), width 32, 4 experts" in outcome.screen
+    assert "router z-loss x 0.001" in outcome.screen
+
+
+@pytest.mark.slow
+def test_a_job_that_always_loads_what_it_saves_starts_from_new_weights_once(data, tmp_path):
+    folder = tmp_path / "checkpoints"
+    flags = f"{TINY} {data} --save {folder} --load {folder} --save-interval 2"
+    first = trained(f"{flags} --exit-interval 2")
+    assert f"{folder} holds no checkpoint yet: training starts from new weights." in first.screen
+    again = trained(flags)
+    assert "loaded checkpoint" in again.screen
+    assert "new weights" not in again.screen
