@@ -2,7 +2,8 @@
 
 The wheel trains, but what follows from a save is broken in places: with the distributed
 optimizer and torch's Adam (no Transformer Engine, no Apex) a run cannot resume, or resumes
-with wrong numbers; a pipeline stage without experts loses its optimizer's step; the first
+with wrong numbers; state that could change its layout is wrong as soon as gradients have
+several buckets; a pipeline stage without experts loses its optimizer's step; the first
 save starts a process per rank that takes seconds; a crash can leave an empty tracker. And its
 log of tokens per expert does not see experts that are not Transformer Engine's.
 

@@ -191,12 +191,18 @@ def _parser() -> ArgumentParser:
     add(
         "--temperature",
         type=float,
+        metavar="X",
         help="divides the scores: below 1 bolder, 0 is --greedy (0.8)",
     )
-    add("--top-p", type=float, help="choose among the likeliest that reach this probability (0.9)")
-    add("--top-k", type=int, help="choose among this many likeliest tokens; 0 for all (0)")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="choose among the likeliest tokens that reach this probability together (0.9)",
+    )
+    add("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens; 0 for all (0)")
     add("--greedy", action="store_true", help="always take the likeliest token")
-    add("--seed", type=int, default=1, help="seed of the draws (1)")
+    add("--seed", type=int, default=1, metavar="N", help="seed of the draws (1)")
     add(
         "--drop",
         action="store_true",

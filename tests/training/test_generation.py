@@ -295,7 +295,7 @@ def test_a_model_is_needed(tmp_path):
 
 
 def test_an_iteration_that_was_not_saved_is_refused(trained):
-    with pytest.raises(CheckpointError, match="--ckpt-step 5 asks for .*iter_0000012"):
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 5 asks for .*iter_0000012"):
         run(["--load", str(trained), *ON_CPU, "--prompt", "a", "--ckpt-step", "5"])
 
 

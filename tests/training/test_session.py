@@ -5,8 +5,14 @@ and every other layout continues from there. Losses, drops and gradient norms of
 follow must be those of the one rank, evaluation included.
 """
 
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
-from tiny_run import EXACT, SPARSE, TINY, read_records, train, trained
+from tiny_run import EXACT, SPARSE, TINY, Started, read_records, run_command, train, trained
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +70,16 @@ def test_a_dense_model_trains(data, tmp_path):
     assert "4 layers (all 4 dense)" in outcome.screen
     assert "routing" not in outcome.screen
     assert "dropped" not in outcome.screen
+    # Megatron's arguments fill the log; the screen has the start-up text and lines of progress.
+    log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    assert "--- arguments ---" in log
+    assert len(log.splitlines()) > 800
+    assert "--- arguments ---" not in outcome.screen
+    assert len(outcome.screen.splitlines()) < 40
+    assert outcome.errors == ""
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"checkpoints", "tensorboard", "log", "metrics.jsonl", "ranks.csv", "run.json",
+                     "resume.sh"}  # fmt: skip
 
 
 def test_bf16_stays_near_fp32_with_the_router_in_fp32(data, one_rank, tmp_path):
@@ -110,3 +126,44 @@ def _fail_on_rank_1():
         return step(self, data_iterator, model)
 
     ForwardStep.__call__ = broken_step
+
+
+def test_sigterm_saves_and_resume_sh_goes_on(data, tmp_path):
+    folder = tmp_path / "run"
+    flags = f"{SPARSE} {data} {EP2} --train-iters 100000 --switch-run-dir {folder}"
+    run = Started(["launch-local", "-n", "2", *flags.split()])
+    while not (folder / "metrics.jsonl").exists() and run.is_running():
+        time.sleep(0.05)
+    run.signal(signal.SIGTERM)
+    outcome = run.wait()
+    assert outcome.code == 0, outcome.screen + outcome.errors
+    assert "exiting program after receiving SIGTERM" in outcome.screen
+    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    saved_at = int(tracker.read_text())
+    assert read_records(folder / "metrics.jsonl")[-1]["iteration"] == saved_at
+
+    words = shlex.split((folder / "resume.sh").read_text().splitlines()[-1])
+    assert words[:5] == ["exec", sys.executable, "-m", "megatron_switch", "launch-local"]
+    # What resume.sh executes, in a fork instead of a new interpreter.
+    again = run_command(*words[4:-1], "--exit-interval", "1")
+    assert again.code == 0, again.screen + again.errors
+    assert tracker.read_text() == str(saved_at + 1)
+    iterations = [record["iteration"] for record in read_records(folder / "metrics.jsonl")]
+    assert iterations == list(range(1, saved_at + 2))
+
+
+@pytest.mark.timeout(240)  # two interpreters start, and import all of Megatron
+def test_resume_sh_itself_runs(data, tmp_path):
+    folder = tmp_path / "run"
+    trained(f"{TINY} {data} --switch-run-dir {folder} --exit-interval 2")
+    done = subprocess.run(
+        [str(folder / "resume.sh"), "--exit-interval", "3"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    iterations = [record["iteration"] for record in read_records(folder / "metrics.jsonl")]
+    assert iterations == [1, 2, 3]

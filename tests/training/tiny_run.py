@@ -53,6 +53,7 @@ class Started:
         sys.stdout.flush()
         sys.stderr.flush()
         self._files = [os.memfd_create(name) for name in ("screen", "errors")]
+        self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             _become_command(words, self._files, prepare)
@@ -60,21 +61,24 @@ class Started:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def is_running(self) -> bool:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = status if pid else None
+        return self._status is None
+
     def wait(self) -> Outcome:
         deadline_s = time.monotonic() + _PATIENCE_S
-        status: int | None = None
         try:
-            while status is None and time.monotonic() < deadline_s:
-                pid, state = os.waitpid(self.pid, os.WNOHANG)
-                status = state if pid else None
+            while self.is_running() and time.monotonic() < deadline_s:
                 time.sleep(0.02)
         finally:
-            if status is None:
+            if self._status is None:
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
         texts = [_content(file) for file in self._files]
-        assert status is not None, f"still running after {_PATIENCE_S:.0f} s\n" + "\n".join(texts)
-        return Outcome(os.waitstatus_to_exitcode(status), *texts)
+        assert self._status is not None, f"not done in {_PATIENCE_S:.0f} s\n" + "\n".join(texts)
+        return Outcome(os.waitstatus_to_exitcode(self._status), *texts)
 
 
 def run_command(*words: str, prepare: Callable[[], None] | None = None) -> Outcome:
