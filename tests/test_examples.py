@@ -42,8 +42,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        words = " ".join(f"word{(number * n) % 97} is number {n}." for n in range(120))
+    for number in range(120):
+        words = " ".join(f"word{(number * n) % 97} is number {n}." for n in range(60))
         (folder / f"{number:02}.txt").write_text(words)
     return folder
 

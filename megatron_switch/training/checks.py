@@ -11,6 +11,7 @@ from megatron.training import get_tokenizer
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.data.check import check_indexed_dataset
+from megatron_switch.data.splits import check_splits
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
@@ -51,6 +52,7 @@ def check_before_megatron(
     args = line.args
     _check_sources(args)
     _check_required(args)
+    _check_model(args)
     ignored = ignored_switch_flags(args, switch, line.explicit)
     notes = []
     if args.num_experts:
@@ -135,7 +137,9 @@ def check_data(args: Namespace) -> None:
     if args.mock_data or args.rank != 0:
         return
     for prefix in _prefixes(args):
-        check_indexed_dataset(prefix, vocab_size=get_tokenizer().vocab_size)
+        facts = check_indexed_dataset(prefix, vocab_size=get_tokenizer().vocab_size)
+        if args.split is not None and prefix in (args.data_path or []):
+            check_splits(prefix, facts.sequences, args.split)
 
 
 def _check_sources(args: Namespace) -> None:
@@ -169,6 +173,22 @@ def _check_required(args: Namespace) -> None:
         raise ConfigError(
             f"A model and its training need more flags than were given: {', '.join(missing)}. Add "
             "them, or name a JSON file that holds the model's with --switch-model."
+        )
+
+
+def _check_model(args: Namespace) -> None:
+    """Refuse what Megatron finds out only when a tensor has the wrong shape."""
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.group_query_attention and heads % groups:
+        raise ConfigError(
+            f"Query groups share the attention heads evenly, but --num-attention-heads is {heads} "
+            f"and --num-query-groups {groups}. Change either."
+        )
+    pattern = args.moe_layer_freq
+    if args.num_experts and isinstance(pattern, list) and len(pattern) != args.num_layers:
+        raise ConfigError(
+            f"--moe-layer-freq says of each layer whether it has experts, and has {len(pattern)} "
+            f"entries for {args.num_layers} layers. Give as many as --num-layers."
         )
 
 

@@ -86,8 +86,8 @@ def choose_device(
             raise ConfigError(
                 f"Every rank needs a GPU of its own, but {around.num_local_ranks} ranks share this "
                 f"host and torch sees {around.num_gpus} of its GPUs (CUDA_VISIBLE_DEVICES). Start "
-                f"{around.num_gpus} ranks a host (torchrun --nproc-per-node), or say "
-                "--switch-device cpu."
+                f"{around.num_gpus} ranks a host (torchrun --nproc-per-node), show each rank all "
+                "GPUs (srun --gpus-per-node, not --gpus-per-task), or say --switch-device cpu."
             )
         return "cuda"
     versions = f"torch was built for CUDA {around.torch_cuda}; NVIDIA driver: {around.driver}"

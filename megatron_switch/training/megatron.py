@@ -36,9 +36,7 @@ def validate(args: Namespace) -> None:
     try:
         validate_args(args)
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"Megatron refuses these flags: {str(error) or _source_of(error)}"
-        ) from error
+        raise ConfigError(f"Megatron refuses these flags: {words_of(error)}") from error
     # A missing checkpoint would otherwise start from random weights, with exit code 0 at the end.
     args.exit_on_missing_checkpoint = True
 
@@ -112,8 +110,10 @@ def training_seconds() -> float:
     return seconds
 
 
-def _source_of(error: BaseException) -> str:
-    """Return the source line of an assertion without a message."""
+def words_of(error: BaseException) -> str:
+    """Return an error's message; that of an assertion without one is its source line."""
+    if str(error):
+        return str(error)
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

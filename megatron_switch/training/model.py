@@ -13,8 +13,9 @@ from megatron.training.argument_utils import (
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
-from megatron_switch.models.gpt import switch_gpt_layer_spec
+from megatron_switch.models.gpt import check_supported, switch_gpt_layer_spec
 from megatron_switch.moe.spec import switch_mlp_spec
+from megatron_switch.training.megatron import words_of
 
 
 def model_config(args: Namespace, switch: SwitchConfig) -> Any:
@@ -23,8 +24,15 @@ def model_config(args: Namespace, switch: SwitchConfig) -> Any:
     Args:
         args: Validated arguments.
         switch: Switch settings, resolved.
+
+    Raises:
+        ConfigError: Megatron or our layers cannot build this model.
     """
-    transformer: TransformerConfig = core_transformer_config_from_args(args)
+    try:
+        transformer: TransformerConfig = core_transformer_config_from_args(args)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"Megatron refuses this model: {words_of(error)}") from error
+    check_supported(transformer)
     config = gpt_config_from_args(args, transformer)
     config.transformer_layer_spec = partial(
         switch_gpt_layer_spec, switch_mlp_spec=switch_mlp_spec(switch, seed=args.seed)

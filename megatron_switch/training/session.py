@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.enums import ModelType
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
@@ -44,6 +44,7 @@ from megatron_switch.training.metrics_file import MetricsFile, StepWriter
 from megatron_switch.training.model import model_config, resolve_dispatch, sparse_layers
 from megatron_switch.training.resume import find_what_to_load, with_checkpoint_args
 from megatron_switch.training.run_folder import RunFolder
+from megatron_switch.training.slurm import slurm_ranks
 
 _SETTLING = 100
 """Least iterations before a drop rate says anything about the router."""
@@ -58,6 +59,7 @@ def train(argv: Sequence[str]) -> None:
     Raises:
         SwitchError: Something cannot work; the message says what to change.
     """
+    os.environ.update(slurm_ranks(os.environ))
     line = parse_command_line(argv)
     device = choose_device(line.args.switch_device, look_around(os.environ))
     with ExitStack() as stack:
@@ -97,9 +99,10 @@ class _Run:
             begin_megatron(args)
             check_data(args)
             self._notes += find_what_to_load(args)
+            model = model_config(args, self._switch)
             self._announce(console, layout)
             with process_groups(args):
-                self._train(console)
+                self._train(model, console)
 
     def _announce(self, console: Console, layout: Layout) -> None:
         args = self._args
@@ -125,7 +128,7 @@ class _Run:
         for note in self._notes:
             console.say(note)
 
-    def _train(self, console: Console) -> None:
+    def _train(self, model: Any, console: Console) -> None:
         args, switch = self._args, self._switch
         writer = self._writer()
         tracker = SwitchMetricsTracker(
@@ -138,7 +141,7 @@ class _Run:
         keyed = bool(args.num_experts and (args.moe_input_jitter_eps or switch.expert_dropout))
         forward_step = ForwardStep(seed=args.seed, keyed=keyed)
         evaluation = EvaluationReporter(tracker, forward_step, writer)
-        container = pretrain_cfg_container_from_args(args, model_config(args, switch))
+        container = pretrain_cfg_container_from_args(args, model)
         try:
             pretrain(
                 container,

@@ -5,9 +5,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_switch.emulation import cuda_on_cpu
+from megatron_switch.emulation.launch import import_megatron
 from megatron_switch.testing.ranks import run_ranks
 
 ROWS, WIDTH = (3, 0, 5), 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_before_the_fork():
+    import_megatron()
 
 
 def part(rank, other=0):

@@ -15,6 +15,7 @@ from megatron_switch.emulation.device import Device
 from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
 from megatron_switch.errors import UpstreamError
 from megatron_switch.patching import applied
+from megatron_switch.testing.ranks import run_ranks
 
 NUM_PATCHES = {"torch": 46, "megatron": 2}
 """A new patch needs a reason; so does this number."""
@@ -133,8 +134,12 @@ def test_megatron_is_told_one_connection_unless_the_user_says_otherwise(monkeypa
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
-def test_nothing_is_compiled_inside(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))  # no C++ compiler there
+def test_nothing_is_compiled_inside():
+    # In a process of its own: after Dynamo has traced, autograd starts threads, and no fork can.
+    run_ranks(_check_nothing_is_compiled, 1)
+
+
+def _check_nothing_is_compiled(rank):
     function = torch.compile(lambda x: x + 1, backend=_refuse_to_compile)
     with cuda_on_cpu():
         assert function(torch.ones(1)).item() == 2

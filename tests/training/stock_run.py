@@ -1,13 +1,20 @@
 """A checkpoint of stock Megatron: its own layers, its own loop, none of this package's model.
 
 Model, data and loop are those of the emulation's own harness. The repairs stand around
-them, because without them the loop does not save on every layout.
+them, because without them the loop does not save in every layout. The norm before the
+experts gets the name that it has with Transformer Engine, which is what stock checkpoints
+of models with experts are trained with; Megatron's plain torch layers name it otherwise.
 """
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from emulation import stock_pretrain
 
 from megatron_switch.emulation import cuda_on_cpu, launch
+from megatron_switch.patching import Patch, applied
 from megatron_switch.repairs import repaired_megatron
 
 
@@ -18,7 +25,30 @@ def train_stock(num_ranks: int, flags: str) -> None:
 
 
 def _train_rank(flags: str) -> None:
-    with cuda_on_cpu(), repaired_megatron():
-        stock_pretrain._pretrain(f"{stock_pretrain.MOE_FLAGS} {flags}", losses=[])
+    with cuda_on_cpu(), repaired_megatron(), applied([_NAMES_OF_TRANSFORMER_ENGINE]):
+        command = f"{stock_pretrain.MOE_FLAGS} {flags}"
+        stock_pretrain.pretrain(command, stock_pretrain.Record())
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def _with_own_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_gpt_layer_local_submodules(
+        num_experts: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        parts = original(num_experts, *args, **kwargs)
+        if num_experts is None:
+            return parts
+        names = dict(parts.sharded_state_dict_keys_map)
+        del names["pre_mlp_layernorm."]
+        return replace(parts, sharded_state_dict_keys_map=names)
+
+    return get_gpt_layer_local_submodules
+
+
+_NAMES_OF_TRANSFORMER_ENGINE = Patch(
+    "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules",
+    "stock checkpoints of models with experts come from Transformer Engine",
+    wrapper=_with_own_norm,
+    sha256=("47324aec28f7bd198366ce138e91525b663978380953ffc98cf84494d8bfacdd",),
+)

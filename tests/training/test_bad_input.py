@@ -44,6 +44,18 @@ def ranks(number):
         ),
         (f"{SPARSE} {MOCK} --async-save", r"--async-save needs a GPU.*Leave --async-save out"),
         (f"{SPARSE} {MOCK} --distributed-backend nccl", r"ranks talk over gloo, got .* nccl"),
+        (
+            f"{SPARSE} {MOCK} --moe-layer-freq [0,1]",
+            r"--moe-layer-freq .* has 2 entries for 4 layers",
+        ),
+        (
+            f"{SPARSE} {MOCK} --group-query-attention --num-query-groups 3",
+            r"--num-attention-heads is 4 and --num-query-groups 3",
+        ),
+        (
+            f"{SPARSE} {MOCK} --multi-latent-attention",
+            r"does not support --multi-latent-attention with --transformer-impl local",
+        ),
         (f"{SPARSE} {MOCK} --hidden-size 30", r"Megatron refuses these flags: .*hidden_size"),
         (
             f"{SPARSE} {MOCK} --tokenizer-type HuggingFaceTokenizer --tokenizer-model gone",

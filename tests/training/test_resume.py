@@ -1,238 +1,119 @@
-"""A run that stops and resumes is the run that did not stop.
+"""What is loaded is decided from the files, before Megatron looks at them."""
 
-In the same layout every bit of weights, moments and metrics is equal, with dropout, jitter
-and expert dropout on. In another layout the state that was loaded is equal bit by bit too,
-and what is trained from there agrees with the uninterrupted run to 1e-5 in norm, tensor
-by tensor, in fp32; bf16 rounds differently in another layout, so there the loaded state is
-compared. (Without biases: that of the keys has no gradient, and Adam makes steps of noise.)
-
-The rows cover every pair of (optimizer, precision, change of layout). The distributed
-optimizer has several buckets, as every model of a useful size has.
-"""
-
-import gc
-import os
-from pathlib import Path
-from typing import Any, NamedTuple
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
-from stock_run import train_stock
-from tiny_run import SPARSE, TINY, Outcome, read_records, train, trained
+import torch
 
-from megatron_switch.checkpoint.contents import read_common_state
-from megatron_switch.checkpoint.files import TRACKER, find_checkpoint
-from megatron_switch.emulation.launch import import_megatron
-from megatron_switch.testing.checkpoints import compare_checkpoints
-
-pytestmark = pytest.mark.slow
-
-SAVED, LAST = 3, 5
-TOLERANCE = 1e-5
-# Neither the learning rate nor its change may vanish at the last iteration.
-COMMON = (
-    f"{SPARSE} --train-iters {LAST} --lr-decay-iters 50 --save-interval {SAVED} "
-    "--disable-bias-linear --moe-input-jitter-eps 0.01 --switch-expert-dropout 0.1 "
-    "--moe-z-loss-coeff 1e-3"
-)
-# Megatron draws dropout for each rank; ours is drawn for each token.
-DROPOUT, NO_DROPOUT = (f"--hidden-dropout {p} --attention-dropout {p}" for p in (0.1, 0))
-DISTRIBUTED = (
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--ddp-bucket-size 3000"
-)
-OPTIMIZER = {
-    "plain": "",
-    "distributed": DISTRIBUTED,
-    "in bucket order": f"{DISTRIBUTED} --no-dist-ckpt-optim-fully-reshardable",
-}
-PRECISION = {"fp32": "", "bf16": "--bf16"}
+from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.testing.checkpoints import save_checkpoint
+from megatron_switch.training import resume
+from megatron_switch.training.resume import find_what_to_load, with_checkpoint_args
 
 
-class Layout(NamedTuple):
-    """Ranks, and the flags that arrange them."""
-
-    ranks: int
-    flags: str
+@pytest.fixture(autouse=True)
+def _tokenizer(monkeypatch):
+    monkeypatch.setattr(resume, "get_tokenizer", lambda: SimpleNamespace(vocab_size=100))
 
 
-EP2 = Layout(2, "--expert-model-parallel-size 2")
-PP2 = "--pipeline-model-parallel-size 2"
-LAYOUTS = {
-    "same": EP2,
-    "other EP": Layout(2, ""),
-    "other PP": Layout(4, f"{PP2} {EP2.flags}"),
-    "other TP": Layout(
-        2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
-        + EP2.flags,
-    ),
-    "first stage without experts": Layout(2, f"{PP2} --moe-layer-freq [0,0,0,1]"),
-    "last stage without experts": Layout(2, f"{PP2} --moe-layer-freq [0,1,0,0]"),
-}
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_to_collect():
-    """Spare forked runs the garbage collection of what they inherit: half of their time."""
-    import_megatron()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def arguments(folder, **changes):
+    values = {
+        "load": str(folder),
+        "save": None,
+        "ckpt_step": None,
+        "padded_vocab_size": 1024,
+        "make_vocab_size_divisible_by": 128,
+        "tensor_model_parallel_size": 1,
+    }
+    return Namespace(**{**values, **changes})
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(data, tmp_path_factory):
-    """Train to the end, saving on the way, once for each kind of run; return its folder."""
-    folders: dict[tuple[int, str], Path] = {}
-
-    def run(layout: Layout, flags: str) -> Path:
-        key = (layout.ranks, f"{layout.flags} {flags}")
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp("uninterrupted") / "run"
-            trained(f"{key[1]} --switch-run-dir {folders[key]}", ranks=layout.ranks)
-        return folders[key]
-
-    return run
+def save(folder, iteration, args=None):
+    common = {"iteration": 0 if iteration == "release" else iteration, "checkpoint_version": 3.0}
+    if args is not None:
+        common["args"] = args
+    return save_checkpoint(folder, iteration, {"weight": torch.zeros(2)}, common)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "precision", "change"),
-    [
-        ("plain", "fp32", "same"),
-        ("distributed", "bf16", "same"),
-        ("in bucket order", "fp32", "same"),
-        ("plain", "bf16", "first stage without experts"),
-        ("plain", "bf16", "last stage without experts"),
-        ("distributed", "fp32", "first stage without experts"),
-        ("distributed", "bf16", "last stage without experts"),
-    ],
-)
-def test_the_same_layout_resumes_bit_equal(
-    data, uninterrupted, tmp_path, optimizer, precision, change
-):
-    layout = LAYOUTS[change]
-    flags = f"{COMMON} {data} {DROPOUT} {OPTIMIZER[optimizer]} {PRECISION[precision]}"
-    expected = uninterrupted(layout, flags)
-    command = f"{flags} {layout.flags} --switch-run-dir {tmp_path / 'run'}"
-    trained(f"{command} --exit-interval {SAVED}", ranks=layout.ranks)
-    folder = tmp_path / "run" / "checkpoints"
-    assert find_checkpoint(folder).iteration == SAVED
-    os.link(folder / TRACKER, tmp_path / "tracker before")
-    trained(command, ranks=layout.ranks)
-
-    found = find_checkpoint(folder)
-    assert (found.iteration, found.message) == (LAST, None)
-    assert compare_checkpoints(iteration(expected, LAST), found.folder) == []
-    assert optimizer_record(iteration(expected, LAST)) == optimizer_record(found.folder)
-    assert metrics(tmp_path / "run") == metrics(expected)
-    # A tracker written in place would have changed under its other name too.
-    assert (tmp_path / "tracker before").read_text() == str(SAVED)
+def test_nothing_to_load(folder):
+    assert find_what_to_load(arguments(folder, load=None)) == ()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "change"),
-    [("distributed", "other EP"), ("plain", "other PP"), ("plain", "other TP")],
-)
-def test_another_layout_continues_the_same_run(data, uninterrupted, tmp_path, optimizer, change):
-    flags = f"{COMMON} {data} {NO_DROPOUT} {OPTIMIZER[optimizer]}"
-    expected = uninterrupted(EP2, flags)
-    load = f"--load {expected / 'checkpoints'} --ckpt-step {SAVED}"
-    layout = LAYOUTS[change]
-    trained(f"{flags} {layout.flags} {load} --switch-run-dir {tmp_path}", ranks=layout.ranks)
-    first, second = iteration(expected, LAST), iteration(tmp_path, LAST)
-    assert compare_checkpoints(first, second, tolerance=TOLERANCE) == []
+def test_a_checkpoint_without_arguments_is_loaded_and_said(folder):
+    save(folder, 3)
+    args = arguments(folder)
+    (note,) = find_what_to_load(args)
+    assert note.startswith("The checkpoint stores no arguments")
+    assert args.ckpt_step is None  # the tracker names it already
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "change"),
-    [("plain", "other EP"), ("distributed", "other PP"), ("distributed", "other TP")],
-)
-def test_another_layout_loads_the_same_state(data, uninterrupted, tmp_path, optimizer, change):
-    flags = f"{COMMON} {data} {NO_DROPOUT} {OPTIMIZER[optimizer]} {PRECISION['bf16']}"
-    expected = uninterrupted(EP2, flags)
-    load = f"--load {expected / 'checkpoints'} --ckpt-step {SAVED}"
-    save = f"--save {tmp_path} --ckpt-convert-format torch_dist --ckpt-convert-save {tmp_path}"
-    layout = LAYOUTS[change]
-    trained(f"{flags} {layout.flags} {load} {save}", ranks=layout.ranks)
-    first, second = iteration(expected, SAVED), tmp_path / "torch_dist" / f"iter_{SAVED:07d}"
-    assert compare_checkpoints(first, second) == []
+def test_the_newest_whole_one_is_named_to_megatron(folder):
+    save(folder, 3)
+    (save(folder, 5) / ".metadata").unlink()
+    args = arguments(folder)
+    notes = find_what_to_load(args)
+    assert "Continuing from iter_0000003" in notes[0]
+    assert args.ckpt_step == 3
 
 
-def iteration(run: Path, number: int) -> Path:
-    return run / "checkpoints" / f"iter_{number:07d}"
+def test_a_release_is_loaded_as_one(folder):
+    save(folder, "release")
+    args = arguments(folder)
+    find_what_to_load(args)
+    assert args.ckpt_step is None
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return what a run recorded, but for how fast it was."""
-    records = read_records(run / "metrics.jsonl")
-    return [
-        {name: value for name, value in record.items() if name != "tokens_per_second"}
-        for record in records
-    ]
+def test_the_rows_of_the_embedding_are_the_checkpoints(folder, monkeypatch):
+    save(folder, 3, Namespace(padded_vocab_size=128))
+    monkeypatch.setattr(resume, "check_resume", lambda state, args, *, is_release: ("compared",))
+    args = arguments(folder)
+    assert find_what_to_load(args) == ("compared",)
+    assert args.padded_vocab_size == 128
+    monkeypatch.setattr(resume, "get_tokenizer", lambda: SimpleNamespace(vocab_size=200))
+    with pytest.raises(CheckpointError, match=r"200 tokens, but the checkpoint's .*only 128 rows"):
+        find_what_to_load(args)
 
 
-def optimizer_record(folder: Path) -> str:
-    """Everything of the optimizer that is no tensor, its step among it."""
-    return repr(read_common_state(folder).get("optimizer"))
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_first_start_may_load_from_where_it_saves(folder, exists):
+    if exists:
+        folder.mkdir()
+    args = arguments(folder, save=str(folder))
+    (note,) = find_what_to_load(args)
+    assert note == f"{folder} holds no checkpoint yet: training starts from new weights."
+    assert args.load is None
+    with pytest.raises(CheckpointError):
+        find_what_to_load(arguments(folder, save="elsewhere"))
 
 
-@pytest.fixture(scope="module")
-def short_run(data, tmp_path_factory):
-    """Train 4 iterations on one rank, saving every second; return flags and checkpoint folder."""
-    folder = tmp_path_factory.mktemp("short_run")
-    flags = f"{SPARSE} {data} --save-interval 2 --lr-decay-iters 50"
-    trained(f"{flags} --save {folder}")
-    return flags, folder
+def test_what_is_not_asked_for_is_not_taken(sparse_line):
+    line = sparse_line("--load gone")
+    assert with_checkpoint_args(line) is line
 
 
-def again(short_run: tuple[str, Path], more: str) -> Outcome:
-    flags, folder = short_run
-    return train(f"{flags} --load {folder} {more}")
+def test_model_and_routing_come_from_the_checkpoint_unless_given(sparse_line, folder):
+    stored = sparse_line("--num-layers 2 --moe-layer-freq [1,1] --switch-recipe hf").args
+    save(folder, 3, stored)
+    flags = f"--use-checkpoint-args --load {folder} --num-layers 2 --moe-z-loss-coeff 0.5"
+    line = with_checkpoint_args(sparse_line(flags))
+    assert line.args.moe_layer_freq == [1, 1]
+    assert "moe_layer_freq" in line.explicit  # no default replaces it
+    assert (line.args.switch_capacity, line.args.switch_capacity_group) == (64, "sequence")
+    assert line.args.moe_input_jitter_eps == 1e-2
+    assert line.args.moe_z_loss_coeff == 0.5
+    assert line.args.load == str(folder)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--lr 2e-3", "--lr: 0.001 in the checkpoint, 0.002 now"),
-        ("--train-iters 6", "--train-iters: 4 in the checkpoint, 6 now"),
-        ("--num-experts 8", "--num-experts: 4 in the checkpoint, 8 now"),
-        ("--switch-min-capacity 1", "--switch-min-capacity: 4 in the checkpoint, 1 now"),
-        ("--moe-expert-capacity-factor 2", "--moe-expert-capacity-factor: 1.25 in the checkpoint"),
-        ("--bf16", "saved in fp32 and this run is in --bf16"),
-        ("--ckpt-step 3", "iter_0000003, which does not exist"),
-    ],
-)
-def test_a_run_that_does_not_fit_the_checkpoint_is_refused(short_run, more, message):
-    outcome = again(short_run, more)
-    assert outcome.code != 0
-    assert message in outcome.errors
-    assert "Traceback" not in outcome.errors
-
-
-def test_a_longer_schedule_is_taken_when_asked_for(short_run):
-    outcome = again(short_run, "--train-iters 5 --override-opt_param-scheduler")
-    assert outcome.code == 0
-    assert "iteration        5/       5" in outcome.screen
-
-
-STOCK_MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --normalization RMSNorm --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --num-experts 4 --moe-layer-freq 1"
-)
-
-
-def test_a_checkpoint_of_stock_megatron_loads(data, tmp_path):
-    """Its weights and moments arrive bit by bit, whatever the layouts, and it trains on."""
-    stock = tmp_path / "stock"
-    flags = f"--train-iters 4 {OPTIMIZER['distributed']} --save {stock}"
-    train_stock(2, f"{EP2.flags} {flags} --dist-ckpt-optim-fully-reshardable")
-    flags = f"{TINY} {STOCK_MODEL} {data} {OPTIMIZER['distributed']} --load {stock}"
-    save = f"--save {tmp_path} --ckpt-convert-format torch_dist --ckpt-convert-save {tmp_path}"
-    outcome = trained(f"{flags} {save}")
-    assert outcome.screen.count("written by stock Megatron") == 1
-    assert "--switch-min-capacity 4" in outcome.screen
-    first, second = stock / "iter_0000004", tmp_path / "torch_dist" / "iter_0000004"
-    assert compare_checkpoints(first, second) == []
-    outcome = trained(f"{flags} --train-iters 5 --override-opt_param-scheduler")
-    assert "iteration        5/       5" in outcome.screen
+def test_nowhere_to_take_the_model_from(sparse_line, folder):
+    with pytest.raises(ConfigError, match=r"no checkpoint is given\. Add --load"):
+        with_checkpoint_args(sparse_line("--use-checkpoint-args"))
+    save(folder, 3)
+    line = sparse_line(f"--use-checkpoint-args --load {folder}")
+    with pytest.raises(CheckpointError, match=r"stores no arguments .*--switch-model"):
+        with_checkpoint_args(line)

@@ -1,0 +1,45 @@
+"""Whether ``--split`` leaves every split something to read.
+
+Megatron gives each split a range of documents, rounded. A split that is asked for and gets no
+document makes it count epochs of nothing for ever, without a word. The arithmetic is Megatron's;
+what is added is the question.
+"""
+
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+
+from megatron_switch.errors import DataError
+
+_NAMES = ("train", "validation", "test")
+
+
+def check_splits(prefix: str, documents: int, split: str) -> None:
+    """Raise DataError if a split that ``split`` asks for gets no document.
+
+    Args:
+        prefix: Path of the token files without suffix, for the message.
+        documents: Number of documents in them.
+        split: Value of ``--split``: weights of train, validation and test.
+    """
+    counts = documents_of_splits(documents, split)
+    empty = [name for name, count in counts.items() if count == 0]
+    if empty:
+        shares = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise DataError(
+            f"{prefix} has {documents} documents, and --split {split} leaves none for "
+            f"{' and '.join(empty)} ({shares}). Give larger weights to what is empty (--split "
+            "80,10,10) or weight 0 to what is not wanted (--split 100,0,0 with --eval-iters 0), "
+            "or cut the text into more documents (megatron-switch prepare --document-separator)."
+        )
+
+
+def documents_of_splits(documents: int, split: str) -> dict[str, int]:
+    """Return the number of documents of each split that has a weight."""
+    bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    return {
+        name: round(span[1] * documents) - round(span[0] * documents)
+        for name, span in zip(_NAMES, bounds, strict=True)
+        if span is not None
+    }

@@ -1,0 +1,90 @@
+"""Evaluations report their own drops and loads, under the name of what they read."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_switch.moe.statistics import LADDER, RoutingReport
+from megatron_switch.training import evaluation
+from megatron_switch.training.evaluation import EvaluationReporter
+
+
+def report():
+    return RoutingReport(
+        layer_numbers=(2,),
+        balance_loss_L=torch.ones(1),
+        z_loss_L=torch.ones(1),
+        tokens_L=torch.tensor([32.0]),
+        dropped_L=torch.tensor([0.25]),
+        ladder_LF=torch.zeros(1, len(LADDER)),
+        load_LE=torch.tensor([[0.75, 0.25]]),
+    )
+
+
+class Log(SimpleNamespace):
+    """Stands for whatever is written to."""
+
+    def __init__(self):
+        super().__init__(calls=[])
+
+    def add_evaluation(self, *call):
+        self.calls.append(call)
+        return {"dropped_fraction validation": 0.25} if call[0] else {}
+
+    def log(self, *call):
+        self.calls.append(call)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Let the other ranks answer with a split."""
+    answers = {"others": 0}
+
+    def all_reduce(index, op):
+        assert op == torch.distributed.ReduceOp.MAX
+        index.clamp_(min=answers["others"])
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    make = torch.tensor
+    monkeypatch.setattr(evaluation.torch, "tensor", lambda values, device=None: make(values))
+    return answers
+
+
+def reporter(split, result, log):
+    tracker = SimpleNamespace(report_evaluation=lambda: result)
+    step = SimpleNamespace(evaluated_split=lambda: split)
+    return EvaluationReporter(tracker, step, log)
+
+
+@pytest.mark.parametrize(
+    ("here", "others", "name"), [(0, 0, "validation"), (1, 0, "test"), (0, 1, "test")]
+)
+def test_the_split_is_that_of_the_ranks_that_read_data(capsys, ranks, here, others, name):
+    log, result = Log(), report()
+    ranks["others"] = others
+    evaluated = reporter(here, result, log)
+    assert evaluated.collect(model=None) is result
+    evaluated.write(result, 7, writer=None)
+    assert log.calls == [(result, name, 7)]
+    assert capsys.readouterr().out == (
+        f" {name} routing at iteration 7 | dropped: 0.2500 | expert load max/mean: 1.50 |"
+        " experts below half: 0 | dead experts: 0 |\n"
+    )
+
+
+def test_a_dense_model_has_a_loss_only(capsys, ranks):
+    log = Log()
+    evaluated = reporter(0, None, log)
+    assert evaluated.collect(model=None) is None
+    evaluated.write(None, 7, writer=None)
+    assert log.calls == [(None, "validation", 7)]
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_and_biases_gets_what_tensorboard_gets(monkeypatch, ranks):
+    runs = Log()
+    monkeypatch.setattr(evaluation, "get_wandb_writer", lambda: runs)
+    reporter(0, None, Log()).write(report(), 7, writer=None)
+    reporter(0, None, Log()).write(None, 8, writer=None)
+    assert runs.calls == [({"dropped_fraction validation": 0.25}, 7)]
