@@ -17,7 +17,7 @@ from megatron_switch.checkpoint.files import TRACKER
 from megatron_switch.errors import UpstreamError
 from megatron_switch.repairs import megatron_repairs, repaired_megatron
 
-NUMBER_OF_REPAIRS = 10
+NUMBER_OF_REPAIRS = 11
 """A repair more needs a reason; a repair less, a release of Megatron that needs it no longer."""
 
 
@@ -182,6 +182,43 @@ def test_weights_that_require_gradients_are_loaded_and_steps_are_not():
     assert weight.tolist() == [1.0, 1.0, 1.0]
     assert seen["step"] is None
     assert tensors["step"] == 1.0
+
+
+def test_state_is_cut_where_the_buckets_lie():
+    """Three parameters in two buckets, the first of which is padded from 3 to 8 values."""
+    first = SimpleNamespace(offset=0, numel_unpadded=3)
+    second = SimpleNamespace(offset=8, numel_unpadded=2)
+    dense = SimpleNamespace(buckets=[first, second])
+    experts = SimpleNamespace(buckets=[SimpleNamespace(offset=0, numel_unpadded=2)])
+    gathered = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+
+    class Optimizer:
+        def __init__(self) -> None:
+            self.buffers = [dense, experts]
+
+        def get_parameter_state_dp_zero(self, empty_data: bool) -> dict[Any, Any]:
+            state = {"exp_avg": gathered, "numel_unpadded": 5}
+            unpadded = {"exp_avg": gathered[:2], "numel_unpadded": 2}
+            return {"buckets_coalesced": True, 0: {"fp32": state}, 1: {"fp32": unpadded}}
+
+    def cut(self: Any) -> list[list[float]]:
+        state = self.get_parameter_state_dp_zero(empty_data=False)
+        dense, experts = state[0]["fp32"]["exp_avg"], state[1]["fp32"]["exp_avg"]
+        return [dense[0:3].tolist(), dense[8:10].tolist(), experts[0:2].tolist()]
+
+    optimizer = Optimizer()
+    cuts = repairs._cut_state_where_it_lies(cut)(optimizer)
+    assert cuts == [[1.0, 2.0, 3.0], [4.0, 5.0], [1.0, 2.0]]
+    assert "get_parameter_state_dp_zero" not in vars(optimizer)
+
+
+def test_state_that_another_rank_gathered_is_nothing_to_cut():
+    class Optimizer:
+        def get_parameter_state_dp_zero(self) -> None:
+            return None
+
+    cut = repairs._cut_state_where_it_lies(lambda self: self.get_parameter_state_dp_zero())
+    assert cut(Optimizer()) is None
 
 
 def test_a_missing_step_of_the_experts_comes_from_the_dense_optimizer():

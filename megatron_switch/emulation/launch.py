@@ -9,8 +9,8 @@ Guaranteed:
 * A rank's output goes where the parent's goes, as it is. Only the traceback of a rank
   that fails is held back, so that the first failure is the first thing to read; ranks
   that fail because of it (their peer is gone) get one line each.
-* SIGTERM and SIGINT reach every rank once. When a rank fails the others are ended, and
-  when the parent dies the kernel ends them all.
+* SIGTERM and SIGINT reach every rank once; a second one kills them. When a rank fails
+  the others are ended, and when the parent dies the kernel ends them all.
 * The result is 0 only when every rank returned 0 or ``None``.
 
 Forking is safe while nothing has touched a GPU. Ranks run on one thread each unless
@@ -186,10 +186,17 @@ class _Ranks:
 
     @contextmanager
     def signals_forwarded(self) -> Iterator[None]:
-        """Pass SIGTERM and SIGINT on to the ranks instead of dying of them."""
+        """Pass SIGTERM and SIGINT on to the ranks instead of dying of them.
+
+        A rank that trains saves before it ends, which takes as long as it takes; whoever does not
+        want to wait for that signals again, and ranks that hang end too.
+        """
+        told = False
 
         def forward(number: int, frame: FrameType | None) -> None:
-            self._signal(number)
+            nonlocal told
+            self._signal(signal.SIGKILL if told else number)
+            told = True
 
         before = {number: signal.signal(number, forward) for number in _FORWARDED}
         try:

@@ -48,7 +48,10 @@ def begin_megatron(args: Namespace) -> None:
         DataError: The tokenizer cannot be built.
         LayoutError: The tensor-parallel size does not divide the padded vocabulary.
     """
+    # While ranks still look for one another there is nothing to save: a signal ends them.
+    saves_on_signal, args.exit_signal_handler = args.exit_signal_handler, False
     set_global_variables(args, build_tokenizer=False)
+    args.exit_signal_handler = saves_on_signal
     try:
         rebuild_tokenizer(args)
     except Exception as error:  # whatever the tokenizer's own library raises
@@ -71,6 +74,8 @@ def process_groups(args: Namespace) -> Iterator[None]:
     when it fails: that could wait for ranks which are gone, and the traceback with it.
     """
     _build_process_groups(args)
+    if args.exit_signal_handler:
+        global_vars._set_signal_handler(args.exit_signal)
     try:
         yield
     except SystemExit:  # Megatron's way out at --exit-interval and on SIGTERM

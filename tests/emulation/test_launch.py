@@ -135,6 +135,18 @@ def test_signals_reach_every_rank_once(number, tmp_path):
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
+def test_a_second_signal_kills_ranks_that_hang(tmp_path, capfd):
+    def target():
+        received = []
+        signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+        os.kill(os.getppid(), signal.SIGTERM)
+        wait_for(lambda: received)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+
+    assert launch(1, target) == 128 + signal.SIGKILL
+
+
 def test_ranks_end_with_the_parent(tmp_path):
     def target():
         (tmp_path / f"{rank()}.tmp").write_text(str(os.getpid()))

@@ -136,6 +136,14 @@ def test_truncated_data(damaged, suffix, message):
     refused(f"{SPARSE} --data-path {damaged} --split 1,0,0", message)
 
 
+def test_what_only_the_first_rank_sees_ends_the_others_in_silence(damaged):
+    Path(f"{damaged}.bin").write_bytes(b"")
+    outcome = train(f"{SPARSE} --data-path {damaged}", ranks=2)
+    first, last = outcome.errors.strip().splitlines()
+    assert re.search(r"error: .*corpus\.bin is truncated", first)
+    assert (last, outcome.code) == ("rank 0 exited with code 2", 2)
+
+
 def test_data_of_another_tokenizer(data):
     refused(f"{SPARSE} {data} --vocab-size 50", r"the tokenizer has only \d+ tokens")
 
