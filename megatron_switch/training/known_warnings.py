@@ -66,6 +66,18 @@ KNOWN_WARNINGS = (
         r"Please specify --split when using --data-path",
         "Without --split, 969 of 1000 documents train, 30 validate and 1 tests.",
     ),
+    KnownWarning(
+        r"Setting args\.overlap_p2p_comm",
+        "Only virtual pipeline stages overlap their communication.",
+    ),
+    KnownWarning(
+        r"torch\.distributed is disabled, unavailable or uninitialized",
+        "A checkpoint's arguments are read before the ranks have met.",
+    ),
+    KnownWarning(
+        r"Please use DTensor instead|argument order of load has been changed",
+        "Megatron calls torch's checkpoint reader in its older way, which works.",
+    ),
 )
 """The table, in no particular order; a line is explained by the first entry that matches."""
 

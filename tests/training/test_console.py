@@ -144,6 +144,9 @@ WARNINGS = [
     "UserWarning: The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.",
     "Unable to save MockGPTDataset indexes because path_to_cache is None",
     "UserWarning: Please specify --split when using --data-path. Using legacy default value",
+    "WARNING: Setting args.overlap_p2p_comm and args.align_param_gather to False since",
+    "UserWarning: torch.distributed is disabled, unavailable or uninitialized, assuming the intent",
+    "FutureWarning: Please use DTensor instead and we are deprecating ShardedTensor.",
 ]
 
 
