@@ -3,8 +3,8 @@
 A recipe is a row of values, not code: it changes defaults, and an explicit flag wins. ``switch`` is
 the paper with the capacity of its own implementation; the others are for comparing with, or loading
 weights of, the system they are named after. What flags cannot express is no part of a row: Mesh's
-groups of at most 1024 tokens, Flaxformer's router initialisation, Hugging Face's balancing loss over
-the concatenated layers of a stack.
+groups of at most 1024 tokens, Flaxformer's router initialisation, Hugging Face's balancing loss
+over the concatenated layers of a stack.
 
 Sources: Mesh-TensorFlow ``moe.py``, Flaxformer's Switch gin files, Hugging Face
 ``SwitchTransformersConfig``, ST-MoE (arXiv:2202.08906), Megatron-Core 0.19 ``TransformerConfig``.

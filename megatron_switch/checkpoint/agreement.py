@@ -174,7 +174,7 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
         (FLAG_PREFIX + name for name in names if name not in missing), stored, args
     )
     megatron = _differences(_SEMANTICS, stored, args)
-    is_stock = len(missing) == len(names)
+    is_stock = _is_stock(stored)
     if not is_stock:
         differences += megatron
     if differences and not args.switch_override_checkpoint:
@@ -226,8 +226,26 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
             f"precision as it was, {way_out}"
         )
     form = (common_state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    if form != "dp_reshardable":
-        return
+    if form == "dp_reshardable":
+        _check_bucket_order(stored, args, way_out)
+
+
+def _check_bucket_order(stored: Namespace, args: Namespace, way_out: str) -> None:
+    """Raise unless this run has the very buffers of which the state is an image.
+
+    Megatron compares their sizes only. Experts that are stored in another order have the
+    same size, and would exchange their moments without a word.
+    """
+    intro = (
+        "The optimizer state is stored in dp_reshardable form, in the order of the buffers of the "
+        "run that saved it"
+    )
+    if args.num_experts and _is_stock(stored):
+        raise CheckpointError(
+            f"{intro}, and the experts of stock Megatron have another order than this program's. "
+            "Let stock Megatron load the checkpoint and save it with "
+            f"--dist-ckpt-optim-fully-reshardable, {way_out}"
+        )
     layout = _differences(
         (
             "tensor_model_parallel_size",
@@ -235,17 +253,22 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
             "virtual_pipeline_model_parallel_size",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
+            "transformer_impl",
         ),
         stored,
         args,
     )
     if layout:
         raise CheckpointError(
-            "The optimizer state is stored in dp_reshardable form, in the order of one layout's "
-            f"buffers, and the layout has changed:{_lines(layout)}\n"
+            f"{intro}, and they have changed:{_lines(layout)}\n"
             "Resume in the old layout, save with --dist-ckpt-optim-fully-reshardable, and change "
             f"the layout then, {way_out}"
         )
+
+
+def _is_stock(stored: Namespace) -> bool:
+    """Whether a checkpoint holds no setting of this program."""
+    return not any(hasattr(stored, FLAG_PREFIX + field.name) for field in fields(SwitchConfig))
 
 
 def _differences(names: Iterable[str], stored: Namespace, args: Namespace) -> list[Difference]:

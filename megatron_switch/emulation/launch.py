@@ -20,6 +20,7 @@ has used does not survive a fork, and ranks that wait for each other need no sec
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -75,11 +76,14 @@ def launch(num_ranks: int, target: Callable[[], int | None]) -> int:
     """
     assert num_ranks >= 1, f"{num_ranks} ranks"
     import_megatron()
+    # What is imported by now lives for good; each rank's garbage collections need not walk it.
+    gc.freeze()
     with tempfile.TemporaryDirectory(prefix="switch-launch-") as folder, _free_port() as port:
         ranks = _Ranks(Path(folder))
         with ranks.signals_forwarded():
             for rank in range(num_ranks):
                 ranks.start(_Rank(rank, num_ranks, port, Path(folder)), target)
+            gc.unfreeze()
             return ranks.wait()
 
 

@@ -78,7 +78,7 @@ class TorchDotProductAttention(nn.Module):
             ConfigError: If the settings ask for what these kernels cannot do.
         """
         super().__init__()
-        _check_supported(config)
+        check_attention(config)
         self.config = config
         self.attn_mask_type = attn_mask_type
         default_scale = 1.0 / math.sqrt(config.kv_channels)
@@ -240,7 +240,15 @@ def _kernel_groups_heads(params: SDPAParams) -> bool:
     return params.query.is_cuda and can_use_flash_attention(params)
 
 
-def _check_supported(config: TransformerConfig) -> None:
+def check_attention(config: TransformerConfig) -> None:
+    """Refuse what torch's attention kernels cannot do.
+
+    Args:
+        config: Model settings.
+
+    Raises:
+        ConfigError: With the first such setting.
+    """
     refused = {
         f"--context-parallel-size {config.context_parallel_size}": config.context_parallel_size > 1,
         f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",

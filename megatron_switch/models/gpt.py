@@ -38,8 +38,8 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.models.core_attention import TorchDotProductAttention
-from megatron_switch.models.norms import local_norm
+from megatron_switch.models.core_attention import TorchDotProductAttention, check_attention
+from megatron_switch.models.norms import check_norms, local_norm
 
 _MLP_NORM_KEY = "pre_mlp_layernorm."
 """Entry of the local spec's key map that renames the norm before an MLP into the MLP."""
@@ -177,6 +177,10 @@ def check_supported(config: TransformerConfig) -> None:
     for flags, is_set in refused.items():
         if is_set:
             raise ConfigError(f"The Switch GPT block does not support {flags}. Leave it out.")
+    if local:
+        check_norms(config)
+    if local and config.attention_backend != AttnBackend.local:
+        check_attention(config)
 
 
 def is_sparse(layer: ModuleSpec) -> bool:

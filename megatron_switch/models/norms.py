@@ -37,7 +37,7 @@ class LayerNorm(nn.LayerNorm):
         Raises:
             ConfigError: If the settings ask for what torch's kernel cannot do.
         """
-        _check_supported(config)
+        check_norms(config)
         super().__init__(hidden_size, eps=eps)
         _mark_sequence_parallel(self, config)
 
@@ -47,7 +47,7 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         """Build the norm; arguments and errors as for :class:`LayerNorm`."""
-        _check_supported(config)
+        check_norms(config)
         super().__init__(hidden_size, eps=eps)
         _mark_sequence_parallel(self, config)
 
@@ -80,7 +80,15 @@ def local_norm(config: TransformerConfig) -> Any:
     return LayerNorm
 
 
-def _check_supported(config: TransformerConfig) -> None:
+def check_norms(config: TransformerConfig) -> None:
+    """Refuse what torch's norms cannot do.
+
+    Args:
+        config: Model settings.
+
+    Raises:
+        ConfigError: With the first such setting.
+    """
     if config.layernorm_zero_centered_gamma:
         raise ConfigError(
             "torch's norms store the scale itself, not its distance from one, but "

@@ -14,7 +14,7 @@ from megatron.training import get_tokenizer
 
 from megatron_switch.checkpoint.agreement import check_resume
 from megatron_switch.checkpoint.contents import read_common_state
-from megatron_switch.checkpoint.files import find_checkpoint, has_checkpoint
+from megatron_switch.checkpoint.files import find_checkpoint, has_checkpoint, write_tracker
 from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.recipes import RECIPES
@@ -60,7 +60,7 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
     """Check what ``--load`` names, and make Megatron load exactly that.
 
     Args:
-        args: Validated arguments; ``ckpt_step`` and ``padded_vocab_size`` may be set.
+        args: Validated arguments; ``padded_vocab_size`` may be set.
 
     Returns:
         What the user should know.
@@ -82,6 +82,7 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
         stored=getattr(state.get("args"), "padded_vocab_size", None),
     )
     notes = check_resume(state, args, is_release=found.is_release)
-    if found.message is not None and not found.is_release:
-        args.ckpt_step = found.iteration
+    if found.message is not None and args.rank == 0:
+        # Megatron reads the tracker first, and ends with exit code 0 where it is empty.
+        write_tracker(Path(args.load), found)
     return (*([found.message] if found.message else []), *notes)

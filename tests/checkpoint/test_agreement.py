@@ -50,6 +50,7 @@ MEGATRON = {
     "virtual_pipeline_model_parallel_size": None,
     "expert_model_parallel_size": 2,
     "expert_tensor_parallel_size": 1,
+    "transformer_impl": "local",
     # the schedule
     "train_iters": 10,
     "train_samples": None,
@@ -272,6 +273,7 @@ def test_the_precision_can_change_with_the_distributed_optimizer_only():
         ("tensor_model_parallel_size", "--tensor-model-parallel-size: 1 in"),
         ("pipeline_model_parallel_size", "--pipeline-model-parallel-size: 1 in"),
         ("expert_model_parallel_size", "--expert-model-parallel-size: 2 in"),
+        ("transformer_impl", "--transformer-impl: local in"),
     ],
 )
 def test_state_in_bucket_order_cannot_change_its_layout(name, flag):
@@ -281,6 +283,18 @@ def test_state_in_bucket_order_cannot_change_its_layout(name, flag):
     assert flag in str(error.value)
     check_resume(common_state(arguments(), form="fully_reshardable"), changed)
     check_optimizer_state(common_state(arguments(), form="dp_reshardable"), arguments())
+
+
+def test_state_in_the_bucket_order_of_other_experts_is_refused():
+    """The sizes are equal, so that Megatron would load one expert's moments into another."""
+    checkpoint = common_state(stock(), form="dp_reshardable")
+    with pytest.raises(
+        CheckpointError, match=r"stock Megatron have another order.*--no-load-optim"
+    ):
+        check_resume(checkpoint, arguments())
+    check_resume(checkpoint, arguments(no_load_optim=True))
+    dense = {"num_experts": None}
+    check_resume(common_state(stock(**dense), form="dp_reshardable"), arguments(**dense))
 
 
 @pytest.mark.parametrize("way", ["finetune", "no_load_optim"])

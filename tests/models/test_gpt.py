@@ -347,6 +347,20 @@ def test_model_parts_that_do_not_fit_are_refused_by_their_flag(flag):
         check_supported(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("context_parallel_size", 2, r"no equivalent of --context-parallel-size 2"),
+        ("layernorm_zero_centered_gamma", True, r"--apply-layernorm-1p is set"),
+    ],
+)
+def test_what_torchs_modules_cannot_do_is_refused_before_they_are_built(name, value, message):
+    config = tiny_config()
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        check_supported(config)
+
+
 def test_transformer_engine_that_is_not_installed_is_refused():
     config = tiny_config()
     config.transformer_impl = "transformer_engine"

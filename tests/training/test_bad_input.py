@@ -52,6 +52,7 @@ def ranks(number):
             f"{SPARSE} {MOCK} --group-query-attention --num-query-groups 3",
             r"--num-attention-heads is 4 and --num-query-groups 3",
         ),
+        (f"{SPARSE} {MOCK} --apply-layernorm-1p", r"--apply-layernorm-1p is set\. Leave it off"),
         (
             f"{SPARSE} {MOCK} --multi-latent-attention",
             r"does not support --multi-latent-attention with --transformer-impl local",
@@ -232,6 +233,7 @@ def test_damage_that_leaves_a_whole_checkpoint_is_said_and_overcome(saved, damag
     damage(checkpoints)
     outcome = trained(f"{words} --load {checkpoints} --eval-iters 0")
     assert message in outcome.screen
+    assert "successfully loaded checkpoint" in outcome.screen
 
 
 @pytest.mark.slow

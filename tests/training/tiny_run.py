@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,8 +55,10 @@ class Started:
         sys.stderr.flush()
         self._files = [os.memfd_create(name) for name in ("screen", "errors")]
         self._status: int | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="switch-command-")
         self.pid = os.fork()
         if self.pid == 0:
+            tempfile.tempdir = self._folder.name  # for what ranks leave that are ended
             _become_command(words, self._files, prepare)
 
     def signal(self, number: signal.Signals) -> None:
@@ -76,6 +79,7 @@ class Started:
             if self._status is None:
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
+        self._folder.cleanup()
         texts = [_content(file) for file in self._files]
         assert self._status is not None, f"not done in {_PATIENCE_S:.0f} s\n" + "\n".join(texts)
         return Outcome(os.waitstatus_to_exitcode(self._status), *texts)

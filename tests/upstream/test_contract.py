@@ -28,8 +28,9 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if "examples" not in path.par
 PRIVATE_NAMES = {
     "megatron.core.dist_checkpointing.strategies.filesystem_async._results_queue",
     "megatron.training.global_vars._GLOBAL_TENSORBOARD_WRITER",
+    "megatron.training.global_vars._set_signal_handler",
 }
-"""Private names of Megatron's modules that we set; patches declare theirs themselves."""
+"""Private names of Megatron's modules that we set or call; patches declare theirs themselves."""
 
 TE_SIGNATURES = {
     "TEColumnParallelGroupedLinear": "num_gemms input_size output_size config init_method bias "
