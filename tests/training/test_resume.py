@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_switch.checkpoint.files import TRACKER
 from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.testing.checkpoints import save_checkpoint
 from megatron_switch.training import resume
@@ -27,6 +28,7 @@ def arguments(folder, **changes):
         "load": str(folder),
         "save": None,
         "ckpt_step": None,
+        "rank": 0,
         "padded_vocab_size": 1024,
         "make_vocab_size_divisible_by": 128,
         "tensor_model_parallel_size": 1,
@@ -50,16 +52,19 @@ def test_a_checkpoint_without_arguments_is_loaded_and_said(folder):
     args = arguments(folder)
     (note,) = find_what_to_load(args)
     assert note.startswith("The checkpoint stores no arguments")
-    assert args.ckpt_step is None  # the tracker names it already
+    assert args.ckpt_step is None
 
 
 def test_the_newest_whole_one_is_named_to_megatron(folder):
     save(folder, 3)
     (save(folder, 5) / ".metadata").unlink()
-    args = arguments(folder)
-    notes = find_what_to_load(args)
+    tracker = folder / TRACKER
+    before = tracker.read_text()
+    notes = find_what_to_load(arguments(folder, rank=1))
     assert "Continuing from iter_0000003" in notes[0]
-    assert args.ckpt_step == 3
+    assert tracker.read_text() == before  # one rank writes for all
+    find_what_to_load(arguments(folder))
+    assert tracker.read_text() == "3"
 
 
 def test_a_release_is_loaded_as_one(folder):
