@@ -18,6 +18,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.filled-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 endif
 
+# Many tests run four ranks: more test processes than this only wait for each other.
+JOBS := 2
+SIDE_BY_SIDE := --numprocesses $(JOBS) --dist worksteal
+
 .PHONY: help setup demo test test-fast check lint types lock clean distclean active-environment
 
 help: ## list the targets
@@ -30,10 +34,10 @@ demo: $(READY) ## train a small Switch GPT on 4 CPU ranks and show what its expe
 	@$(PY) -m megatron_switch demo
 
 test: $(READY) ## run every test
-	@$(PY) -m pytest --durations=15
+	@$(PY) -m pytest $(SIDE_BY_SIDE) --durations=15
 
 test-fast: $(READY) ## run the tests that are not marked slow
-	@$(PY) -m pytest -q -m "not slow and not torchrun" --durations=5
+	@$(PY) -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not torchrun" --durations=5
 
 check: lint types test-fast ## what must pass before a commit: lint, types, fast tests
 

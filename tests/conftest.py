@@ -1,5 +1,6 @@
 """What holds for every test: one thread, the same seed, no network, and the slow ones last."""
 
+import gc
 import os
 
 # Before torch is imported, here or in a process that a test starts: tests run side by side, and
@@ -10,12 +11,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+gc.disable()  # until all tests are imported: nothing of that is garbage
+
 SLOW_MARKERS = ("slow", "torchrun")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests that take long behind all others, so that a plain mistake shows in seconds."""
     items.sort(key=lambda item: any(item.get_closest_marker(name) for name in SLOW_MARKERS))
+
+
+def pytest_collection_finish() -> None:
+    """Start collecting garbage, but walk nothing that was imported: forked ranks share it."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -37,6 +37,18 @@ _RECOMPUTE = "recompute must restore the emulated CUDA stream, though its tensor
 _entered: list[CudaOnCpu] = []
 
 
+def import_patches() -> tuple[Patch, ...]:
+    """Patches for the time in which a process that will only ever emulate imports Megatron."""
+    return (
+        Patch(
+            "torch:compile",
+            "Megatron compiles functions as it is imported, which takes Inductor 2 s to get ready "
+            "for, and nothing compiled is run here",
+            _left_as_it_is,
+        ),
+    )
+
+
 @contextmanager
 def cuda_on_cpu() -> Iterator[None]:
     """Answer CUDA calls on the CPU for the length of a ``with`` block.
@@ -175,6 +187,11 @@ def _answers(device: Device) -> dict[str, Any]:
         "torch.cuda:IntTensor": torch.IntTensor,
         "torch.cuda:LongTensor": torch.LongTensor,
     }
+
+
+def _left_as_it_is(model: Any = None, **settings: Any) -> Any:
+    """Stand for ``torch.compile``: called, or as a decorator with or without settings."""
+    return (lambda function: function) if model is None else model
 
 
 def _entering_again(mode: CudaOnCpu, original: Callable[..., Any]) -> Callable[..., Any]:

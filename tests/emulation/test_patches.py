@@ -48,6 +48,14 @@ def test_number_of_patches():
     assert {name: packages.count(name) for name in packages} == NUM_PATCHES
 
 
+def test_compiling_at_import_leaves_functions_as_they_are():
+    (patch,) = patches.import_patches()
+    with applied([patch]):
+        assert torch.compile(abs) is abs
+        assert torch.compile(mode="max-autotune")(abs) is abs
+    assert torch.compile is not patch.replacement
+
+
 def test_every_patch_is_applied_and_undone():
     targets = [patch.target for patch in make_patches()]
     originals = {target: current(target) for target in targets}

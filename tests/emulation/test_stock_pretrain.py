@@ -41,6 +41,7 @@ def assert_losses_close(actual, expected, tolerance=1e-5):
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=tolerance, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [
@@ -63,7 +64,12 @@ def test_dense_layouts_agree(num_ranks, layout, one_rank, tmp_path):
             f"{TP2} {EP2} --expert-tensor-parallel-size 1 {PP2} {DISTRIBUTED_OPTIMIZER}",
             id="tp2-ep2-pp2-distributed-optimizer",
         ),
-        pytest.param(4, f"{TP2} {EP2} --expert-tensor-parallel-size 2", id="tp2-ep2-etp2"),
+        pytest.param(
+            4,
+            f"{TP2} {EP2} --expert-tensor-parallel-size 2",
+            id="tp2-ep2-etp2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             2,
             f"{EP2} --recompute-granularity selective --recompute-modules moe core_attn",
@@ -77,6 +83,7 @@ def test_mixture_of_experts_layouts_agree(num_ranks, layout, one_rank, tmp_path)
     assert_losses_close(losses, one_rank(MOE_FLAGS))
 
 
+@pytest.mark.slow
 def test_recompute_draws_the_same_dropout_again(one_rank):
     flags = f"{MOE_FLAGS} {DROPOUT}"
     recomputed = one_rank(f"{flags} {FULL_RECOMPUTE}")
@@ -91,6 +98,7 @@ def test_bfloat16_stays_near_float32(one_rank, tmp_path):
     assert losses != one_rank(MOE_FLAGS)
 
 
+@pytest.mark.slow
 def test_float16_halves_its_loss_scale_until_the_gradients_fit(one_rank, tmp_path):
     scale = 2.0**40
     flags = f"{MOE_FLAGS} --fp16 --initial-loss-scale {int(scale)} --hysteresis 1 {EP2}"

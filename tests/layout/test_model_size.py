@@ -119,6 +119,7 @@ def counted(models):
     return ParameterCount(sum(p.numel() for p in parameters) - expert, expert)
 
 
+@pytest.mark.slow
 def test_one_rank_holds_what_torch_counts():
     run_ranks(_check_whole_models, 1)
 
@@ -139,6 +140,7 @@ def _check_whole_models(rank):
             assert active_parameters(shape) == met + (routers if shape.sparse_layers else 0), name
 
 
+@pytest.mark.slow
 def test_every_rank_holds_what_torch_counts():
     run_ranks(_check_ranks, 4)
 

@@ -9,10 +9,11 @@ Shape letters:
     E  experts    F  expert hidden width    T  tokens of this rank's part of one micro-batch
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,6 +43,17 @@ class Layout:
 
     def __str__(self) -> str:
         return f"world{self.world}-tp{self.tp}-cp{self.cp}-ep{self.ep}-etp{self.etp}"
+
+
+def each_layout(layouts: Iterable[Layout]) -> pytest.MarkDecorator:
+    """Run a test once in every layout; those of more ranks than the machine has cores are slow."""
+    return pytest.mark.parametrize(
+        "layout",
+        [
+            pytest.param(layout, id=str(layout), marks=[pytest.mark.slow] * (layout.world > 2))
+            for layout in layouts
+        ],
+    )
 
 
 def switch_config(layout: Layout, **changes: Any) -> TransformerConfig:

@@ -5,7 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import FF, B, D, E, Layout, Part, Problem, S, start_groups, switch_config
+from layout_case import (
+    FF,
+    B,
+    D,
+    E,
+    Layout,
+    Part,
+    Problem,
+    S,
+    each_layout,
+    start_groups,
+    switch_config,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -55,7 +67,7 @@ def problems(num_microbatches):
     yield "a micro-batch of padding", replace(some, padding_MBS=padding_MBS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout(LAYOUTS)
 def test_every_layout_equals_the_undivided_layer(layout):
     num_microbatches = layout.world // (layout.tp * layout.cp)
     cases = [(name, case, case.reference()) for name, case in problems(num_microbatches)]

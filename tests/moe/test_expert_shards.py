@@ -64,6 +64,7 @@ def sharded(experts, offsets, metadata=None):
     return experts.sharded_state_dict(PREFIX, sharded_offsets=offsets, metadata=metadata)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move[0]} to {move[1]}")
 def test_checkpoints_move_both_ways_between_layouts(tmp_path, move):
     source, target = move

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import D, Layout, Part, start_groups
+from layout_case import D, Layout, Part, each_layout, start_groups
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from switch_case import (
@@ -71,7 +71,7 @@ def dispatch_modes(case, layout):
     return ["packed"] if spans else ["packed", "padded"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout(LAYOUTS)
 def test_every_layout_equals_the_undivided_layer(layout):
     num_microbatches = layout.world // (layout.tp * layout.cp)
     per_exchange = layout.ep * layout.etp // (layout.tp * layout.cp)

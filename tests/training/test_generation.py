@@ -138,6 +138,7 @@ def squares(tensor):
     return float(tensor.double().square().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
