@@ -11,11 +11,16 @@ VENV := .venv
 # Only from make's command line: a PYTHON in the environment may be there for something else.
 ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
+PACKAGE := active-environment
 READY := active-environment
+NEXT := :
 else
 PY := $(VENV)/bin/python
-# Named by what it was filled from, so that other requirements fill it again.
+# Named by what it was filled from, so that other requirements fill it again: with all that the
+# targets need, or with the package alone.
 READY := $(VENV)/.filled-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+PACKAGE := $(READY)-package
+NEXT := echo "To have the command megatron-switch in this shell:  . $(VENV)/bin/activate"
 endif
 
 # Many tests run four ranks: more test processes than this only wait for each other.
@@ -29,9 +34,11 @@ help: ## list the targets
 	@echo "Add PYTHON=python to use the active environment instead of $(VENV)."
 
 setup: $(READY) ## make .venv and install into it (once; every other target does it too)
+	@$(NEXT)
 
-demo: $(READY) ## train a small Switch GPT on 4 CPU ranks and show what its experts learned
+demo: $(PACKAGE) ## train a small Switch GPT on 4 CPU ranks and show what its experts learned
 	@$(PY) -m megatron_switch demo
+	@$(NEXT)
 
 test: $(READY) ## run every test
 	@$(PY) -m pytest $(SIDE_BY_SIDE) --durations=15
@@ -91,16 +98,23 @@ active-environment:
 
 else
 
-$(READY): | $(VENV)/bin/python
-	@if ls $(VENV)/.filled-* >/dev/null 2>&1; then \
+# pip says what goes wrong, and the rest to the log.
+FILL_LOG := $(VENV)/fill.log
+FILL = $(PY) -m pip install --quiet --log $(FILL_LOG) --no-input --disable-pip-version-check \
+	--constraint constraints.txt --editable
+
+$(READY): EXTRAS = [test,dev]
+$(READY) $(PACKAGE): | $(VENV)/bin/python
+	@if [ -e $(PACKAGE) ]; then \
+		echo "Adding to $(VENV) what tests and checks need."; \
+	elif ls $(VENV)/.filled-* >/dev/null 2>&1; then \
 		echo "Requirements have changed: updating $(VENV)."; \
 	else \
 		echo "Filling $(VENV), once: about 3 GB to download and 6 GB on disk, nearly all of it"; \
-		echo "torch with CUDA."; \
+		echo "torch with CUDA. It takes minutes; watch with:  tail -f $(FILL_LOG)"; \
 	fi
-	@$(PY) -m pip install --no-input --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[test,dev]'
+	@$(FILL) '.$(EXTRAS)'
 	@rm -f $(VENV)/.filled-*
-	@touch $@
+	@touch $(PACKAGE) $@
 
 endif

@@ -29,11 +29,12 @@ TRAINING=(
   --hidden-dropout 0 --attention-dropout 0
   --split 98,1,1 --eval-interval 100 --eval-iters 4 --log-interval 10
 )
+SAVING=(--save-interval 100 --switch-run-dir "$RUN/run")
 DATA=(
   --data-path "$RUN/data/corpus"
   --tokenizer-type SentencePieceTokenizer --tokenizer-model "$RUN/data/tokenizer.model"
 )
 
 exec megatron-switch launch-local -n 4 \
-  "${MODEL[@]}" "${SWITCH[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" \
-  --switch-device cpu --switch-run-dir "$RUN/run" "$@"
+  "${MODEL[@]}" "${SWITCH[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" \
+  "${SAVING[@]}" "${DATA[@]}" --switch-device cpu "$@"

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 
 from megatron_switch import __version__
 from megatron_switch.errors import SwitchError
+from megatron_switch.help_text import ShowingDefaults
 
 _USER_ERROR = 2
+_HELP_ALL = "--help-all"
+_HELP = frozenset({"-h", "--help", _HELP_ALL})
 _PATIENCE_S = 3.0  # long enough for rank 0's message to end the job first
 
 
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="megatron-switch",
         description="Train Switch Transformers with Megatron-Core.",
-        epilog="\n".join(f"  {name:<14}{c.summary}" for name, c in COMMANDS.items()),
+        epilog="\n".join(f"  {name:<16}{c.summary}" for name, c in COMMANDS.items()),
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-switch {__version__}")
@@ -54,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _quieten_imports() -> None:
     """Keep libraries from telling what is not installed: the start-up text says it once."""
     warnings.filterwarnings("ignore", message=".*(Apex|[Tt]ransformer.[Ee]ngine).*")
+    warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
@@ -62,17 +66,19 @@ def reporting_errors(run: Callable[[], int]) -> int:
     try:
         return run()
     except SwitchError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        if rank:  # the same on every rank, unless something is wrong with this one alone
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":  # the same on every rank, unless something is wrong with this one alone
             time.sleep(_PATIENCE_S)
-        where = f" (rank {rank})" if rank else ""
+        where = f" (rank {rank})" if rank != "0" else ""
         print(f"\nmegatron-switch: error{where}: {error}", file=sys.stderr, flush=True)
         return _USER_ERROR
 
 
 def _train(argv: list[str]) -> int:
-    if argv in (["--help"], ["-h"]):
-        _print_train_help()
+    if not _HELP.isdisjoint(argv):
+        from megatron_switch.training.help import train_help
+
+        print(train_help(all_flags=_HELP_ALL in argv))
         return 0
     from megatron_switch.training.session import train
 
@@ -80,33 +86,27 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-def _print_train_help() -> None:
-    from megatron_switch.training.arguments import add_switch_arguments
-
-    parser = ArgumentParser(
-        prog="megatron-switch train",
-        usage="megatron-switch train [MEGATRON FLAGS] [SWITCH FLAGS]",
-        description="Takes every flag of Megatron-LM's training, with Switch's defaults, and those "
-        "below. docs/flags.md lists how each mixture-of-experts flag of Megatron is treated.",
-    )
-    add_switch_arguments(parser)
-    parser.print_help()
-
-
 def _launch_local(argv: list[str]) -> int:
-    from megatron_switch.emulation import launch
-    from megatron_switch.training.run_folder import COMMAND_VARIABLE
-
     parser = ArgumentParser(
         prog="megatron-switch launch-local",
         description="Train on N CPU ranks of this host, forked from one process.",
-        epilog="All other flags go to 'megatron-switch train'.",
+        epilog="All other flags go to 'megatron-switch train', whose --help shows them.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", "--num-ranks", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "-n", "--num-ranks", type=int, required=True, metavar="N", help="ranks to start"
+    )
     own, flags = parser.parse_known_args(argv)
+    if _HELP_ALL in flags:
+        return _train(flags)
     if own.num_ranks < 1:
         parser.error(f"argument -n/--num-ranks: at least 1, got {own.num_ranks}")
+    from megatron_switch.emulation import import_megatron, launch
+
+    import_megatron()  # before the next line, so that it does so in the quick way
+    import megatron_switch.training.session  # noqa: F401  # once, for all ranks
+    from megatron_switch.training.run_folder import COMMAND_VARIABLE
+
     again = [sys.executable, "-m", "megatron_switch", "launch-local", *argv]
     os.environ[COMMAND_VARIABLE] = shlex.join(again)
     flags = ["--switch-device", "cpu", *flags]  # the first, so that another choice wins
@@ -120,15 +120,51 @@ def _prepare(argv: list[str]) -> int:
 
 
 def _generate(argv: list[str]) -> int:
+    from megatron_switch.training.parsers import generate_parser
+
+    generate_parser().parse_known_args(argv)  # help and slips are answered without Megatron
     from megatron_switch.training.generation import run
 
     return run(argv)
 
 
 def _experts(argv: list[str]) -> int:
+    from megatron_switch.training.parsers import experts_parser
+
+    experts_parser().parse_known_args(argv)  # help and slips are answered without Megatron
     from megatron_switch.training.experts import run
 
     return run(argv)
+
+
+def _convert(argv: list[str]) -> int:
+    from megatron_switch.commands.convert import run
+
+    return run(argv)
+
+
+def _reshard(argv: list[str]) -> int:
+    from megatron_switch.commands.reshard import run
+
+    return run(argv)
+
+
+def _upcycle(argv: list[str]) -> int:
+    from megatron_switch.commands.upcycle import run
+
+    return run(argv)
+
+
+def _capacity_sweep(argv: list[str]) -> int:
+    from megatron_switch.training.capacity_sweep import run
+
+    return run(argv)
+
+
+def _check_layouts(argv: list[str]) -> int:
+    from megatron_switch.testing.layout_check import add_arguments, run
+
+    return run(_parsed("check-layouts", COMMANDS["check-layouts"].summary, add_arguments, argv))
 
 
 def _demo(argv: list[str]) -> int:
@@ -137,10 +173,36 @@ def _demo(argv: list[str]) -> int:
     return run(_parsed("demo", COMMANDS["demo"].summary, add_arguments, argv))
 
 
+def _plan(argv: list[str]) -> int:
+    from megatron_switch.commands.plan import run
+
+    return run(argv)
+
+
+def _rehearse(argv: list[str]) -> int:
+    from megatron_switch.commands.rehearse import run
+
+    return run(argv)
+
+
+def _check_binding(argv: list[str]) -> int:
+    from megatron_switch.commands.check_binding import run
+
+    return run(argv)
+
+
+def _from_deepspeed(argv: list[str]) -> int:
+    from megatron_switch.commands.from_deepspeed import run
+
+    return run(argv)
+
+
 def _parsed(
     name: str, summary: str, add_arguments: Callable[[ArgumentParser], None], argv: list[str]
 ) -> Namespace:
-    parser = ArgumentParser(prog=f"megatron-switch {name}", description=summary)
+    parser = ArgumentParser(
+        prog=f"megatron-switch {name}", description=summary, formatter_class=ShowingDefaults
+    )
     add_arguments(parser)
     return parser.parse_args(argv)
 
@@ -153,6 +215,19 @@ COMMANDS: dict[str, Command] = {
     "prepare": Command("turn text files into training data", _prepare),
     "generate": Command("continue a prompt with a trained checkpoint", _generate),
     "experts": Command("show what each expert of a trained checkpoint is for", _experts),
+    "capacity-sweep": Command(
+        "evaluate a trained checkpoint at several capacity factors", _capacity_sweep
+    ),
+    "plan": Command("find the fastest layouts of a model on a cluster", _plan),
+    "rehearse": Command("run single ranks of a launch of any size without a GPU", _rehearse),
+    "check-binding": Command("show GPU, network card and NUMA node of each rank", _check_binding),
+    "from-deepspeed": Command("translate a DeepSpeed configuration into flags", _from_deepspeed),
+    "convert": Command("convert checkpoints to and from Hugging Face's format", _convert),
+    "reshard": Command("rewrite a checkpoint for another layout", _reshard),
+    "upcycle": Command("turn a dense checkpoint into a Switch model", _upcycle),
+    "check-layouts": Command(
+        "train in every layout and compare with one rank, on CPUs or on your GPUs", _check_layouts
+    ),
     "demo": Command("train a small Switch GPT on this computer's CPU and look at it", _demo),
 }
 """Every command, in the order of the help text."""

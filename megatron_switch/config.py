@@ -23,6 +23,9 @@ FLAG_PREFIX = "switch_"
 class SwitchConfig:
     """Switch Transformer settings that Megatron-Core has no flag for."""
 
+    arch: Literal["gpt", "t5"] = "gpt"
+    """Decoder-only model, or T5's encoder and decoder with experts in both."""
+
     recipe: Literal["switch", "mesh", "flaxformer", "hf", "st-moe", "megatron"] = "switch"
     """Sets capacity factors, rounding, least capacity, capacity group, drop order, jitter, losses
     and initialisation together, as the named system has them. An explicit flag wins."""
@@ -65,9 +68,29 @@ class SwitchConfig:
     overlap_chunks: int = 1
     """Number of pieces into which the exchange is split so that it overlaps with expert compute."""
 
+    activation: Literal["auto", "relu", "gated-gelu"] = "auto"
+    """Nonlinearity of T5's dense layers and experts: relu as in T5 and the released Switch-Base and
+    -Large, gated-gelu (tanh approximation) as in T5 1.1 and Switch-XXL. auto: relu. A gpt takes it
+    from Megatron's flags (--swiglu, --squared-relu, ...)."""
+
+    decoder_layer_freq: str | None = None
+    """Which decoder layers of a t5 have experts, in the form of --moe-layer-freq, which says it of
+    the encoder. Default: as the encoder where both are equally deep, else layers 1, 3, 5, ..."""
+
+    span_density: float = 0.15
+    """Share of tokens that span corruption replaces, in (0, 1); for --switch-arch t5 on prepared
+    text."""
+
+    span_length: float = 3.0
+    """Mean length of a replaced span in tokens, at least 1."""
+
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to train. auto takes the CPU only where no GPU is present or promised and the job is
     one host."""
+
+    nodes_per_leaf: int | None = None
+    """Nodes under one leaf switch of the network. The rank table then says of each kind of group
+    over how many leaves it is spread."""
 
     run_dir: str | None = None
     """One folder for checkpoints, TensorBoard, metrics, log, rank table, run.json and resume.sh."""
@@ -78,12 +101,18 @@ class SwitchConfig:
     metrics_interval: int = 10
     """Iterations between the metrics records that carry per-layer and per-expert arrays."""
 
+    nonfinite: Literal["raise", "skip", "ignore"] = "raise"
+    """When router logits are infinite or NaN. raise: end training and name layer and rank. skip:
+    leave the step out, as an overflow of fp16 is. ignore: leave it to Megatron, which looks for NaN
+    in gradients."""
+
     override_checkpoint: bool = False
     """Continue from a checkpoint although its Switch settings differ from this run's; the flags of
     this run win."""
 
     model: str | None = None
-    """JSON file of Megatron flags (without the leading dashes) that describe the model; an explicit
+    """Named model (switch-base-128, switch-large-128, switch-xxl-128, switch-c-2048,
+    gpt-1.6t-128), or a JSON file of flags without the leading dashes that describe one; an explicit
     flag wins."""
 
     def __post_init__(self) -> None:
@@ -92,6 +121,7 @@ class SwitchConfig:
         _at_least("min_capacity", self.min_capacity, 0)
         _at_least("overlap_chunks", self.overlap_chunks, 1)
         _at_least("metrics_interval", self.metrics_interval, 1)
+        _at_least("nodes_per_leaf", self.nodes_per_leaf, 1)
         if self.eval_capacity_factor == 0:
             raise ConfigError(
                 "A capacity factor of 0 would drop every token, got --switch-eval-capacity-factor "
@@ -101,6 +131,16 @@ class SwitchConfig:
             raise ConfigError(
                 f"A dropout probability is at least 0 and below 1, got --switch-expert-dropout "
                 f"{self.expert_dropout}."
+            )
+        if not 0.0 < self.span_density < 1.0:
+            raise ConfigError(
+                "Span corruption replaces a share of the tokens between 0 and 1, got "
+                f"--switch-span-density {self.span_density}. T5 uses 0.15."
+            )
+        if not self.span_length >= 1.0:
+            raise ConfigError(
+                f"A span has at least one token, got --switch-span-length {self.span_length}. T5 "
+                "uses 3.0."
             )
         self.init_scale_value()
 

@@ -26,5 +26,9 @@ class DataError(SwitchError):
     """Training text, tokenizer or dataset files that cannot be used."""
 
 
+class NumericError(SwitchError, ArithmeticError):
+    """Training has left the numbers: infinity or NaN where a step would learn from it."""
+
+
 class UpstreamError(SwitchError):
     """The installed Megatron-Core or torch is not what this code was checked against."""

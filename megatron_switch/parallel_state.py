@@ -30,6 +30,7 @@ from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.nodes import expert_node_groups
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER
+from megatron_switch.layout.spread import Spread, spread_of
 from megatron_switch.process_groups import MEGATRON_GROUPS, check_groups, refuse_other_sizes
 
 # Megatron's accessors for one axis, under Megatron's names.
@@ -288,6 +289,25 @@ def get_node_expert_groups(ranks_per_node: int | None = None) -> NodeExpertGroup
             across=_create_groups(cut.across, "EXPERT_ACROSS_NODES_GROUP"),
         )
     return state.node_groups[per_node]
+
+
+def get_group_spread(
+    name: str, *, ranks_per_node: int | None = None, nodes_per_leaf: int | None = None
+) -> Spread:
+    """Return over how many nodes, and leaf switches, this rank's group is spread.
+
+    Args:
+        name: One of :data:`~megatron_switch.layout.grid.GROUP_NAMES`.
+        ranks_per_node: Ranks on each node; None reads ``LOCAL_WORLD_SIZE``.
+        nodes_per_leaf: Nodes under each leaf switch; None counts all nodes as under one.
+
+    Raises:
+        ConfigError: If the groups do not exist yet, or ranks per node is not known.
+        LayoutError: If there is no group of that name.
+    """
+    ranks = get_layout().group(name, dist.get_rank())
+    per_node = _local_world_size() if ranks_per_node is None else ranks_per_node
+    return spread_of(ranks, per_node, nodes_per_leaf or dist.get_world_size())
 
 
 def device_mesh(device_type: str | None = None) -> DeviceMesh:

@@ -3,8 +3,9 @@
 The wheel trains, but what follows from a save is broken in places: with the distributed
 optimizer and torch's Adam (no Transformer Engine, no Apex) a run cannot resume, or resumes
 with wrong numbers; state that could change its layout is wrong as soon as gradients have
-several buckets; a pipeline stage without experts loses its optimizer's step; the first
-save starts a process per rank that takes seconds; a crash can leave an empty tracker. And its
+several buckets; a pipeline stage without experts loses its optimizer's step; a model with
+experts loads only where it was trained, with Transformer Engine or without; the first save
+starts a process per rank that takes seconds; a crash can leave an empty tracker. And its
 log of tokens per expert does not see experts that are not Transformer Engine's.
 
 :func:`repaired_megatron` enters all repairs for the length of a ``with`` block. Each one
@@ -18,14 +19,18 @@ import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_switch.atomic import renamed_into_place
+from megatron_switch.checkpoint.contents import read_index
 from megatron_switch.checkpoint.files import TRACKER
+from megatron_switch.checkpoint.norm_names import name_norms_as_stored
 from megatron_switch.moe.count_log import register_count_hooks
+from megatron_switch.moe.metrics import step_is_spoiled
 from megatron_switch.patching import Patch, applied
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -83,6 +88,12 @@ def megatron_repairs() -> tuple[Patch, ...]:
             sha256=("cb76e52372e8e5b13fd2fc6eaf71eea1702227c5deecef5ef3bb578e4f2cd211",),
         ),
         Patch(
+            f"{_CHAIN}.prepare_grads",
+            "only a loss scaler can have a step left out, and fp32 and bf16 have none",
+            wrapper=_leave_out_spoiled_steps,
+            sha256=("423ada69590e3dde0f82d1771a468d4bcbc777c0270c959b6c7c0e8256326391",),
+        ),
+        Patch(
             f"{_CHAIN}.load_state_dict",
             "the first rank, which alone saves common state, may have no experts, and then the "
             "experts' step is missing",
@@ -108,6 +119,13 @@ def megatron_repairs() -> tuple[Patch, ...]:
             "takes seconds and a copy of torch to start",
             wrapper=_save_with_local_queue,
             sha256=("e3bb2e822ccbabc8981c9437847e77eb44f34fb0a8a1d7f14c05f3b5da679422",),
+        ),
+        Patch(
+            "megatron.core.dist_checkpointing:load",
+            "plain torch layers save the norm before experts under another name than Transformer "
+            "Engine's, and neither loads what the other saved",
+            wrapper=_load_by_either_name,
+            sha256=("40f333740e86ac388918bd5de2539cdcc7538250f034a23026861f6e8ac61413",),
         ),
         Patch(
             "megatron.core.datasets.utils:compile_helpers",
@@ -234,6 +252,16 @@ def _synchronize_empty_optimizers(original: Callable[[Any], Any]) -> Callable[[A
     return _synchronize_steps
 
 
+def _leave_out_spoiled_steps(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Report what is wrong with a step as an overflow, which the optimizer leaves out."""
+
+    def prepare_grads(self: Any) -> bool:
+        overflow = original(self)  # in any case: it brings a loss scaler up to date
+        return overflow or step_is_spoiled()
+
+    return prepare_grads
+
+
 def _load_with_sibling_step(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def load_state_dict(self: Any, state_dict: Any) -> None:
         if isinstance(state_dict, dict) and len(self.chained_optimizers) > 1:
@@ -299,6 +327,16 @@ def _save_with_local_queue(
             filesystem_async._results_queue = shared
 
     return save
+
+
+def _load_by_either_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(checkpoint_dir)
+        if folder.is_dir():  # not an object store's address
+            name_norms_as_stored(sharded_state_dict, read_index(folder).state_dict_metadata)
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return load
 
 
 def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:

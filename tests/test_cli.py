@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 import sys
 import warnings
 
@@ -26,7 +27,7 @@ def test_help_lists_every_command(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     for name, command in COMMANDS.items():
-        assert f"  {name:<14}{command.summary}" in text
+        assert f"  {name:<16}{command.summary}" in text
 
 
 def test_version(capsys):
@@ -89,12 +90,70 @@ def test_libraries_do_not_tell_what_is_not_installed(monkeypatch):
     assert [str(each.message) for each in heard] == ["something else"]
 
 
-def test_train_helps_with_the_flags_that_are_ours(capsys):
-    assert main(["train", "--help"]) == 0
+@pytest.mark.parametrize("words", [["--help"], ["--num-layers", "3", "-h"]])
+def test_train_helps_with_the_flags_that_are_ours(capsys, words):
+    assert main(["train", *words]) == 0
     text = capsys.readouterr().out
     assert "--switch-capacity-group {microbatch,sequence,ep}" in text
     assert "--tensor-model-parallel-size" not in text
     assert "docs/flags.md" in text
+    assert " ".join(text.split()).count("Default: microbatch.") == 1
+
+
+@pytest.mark.parametrize("command", [["train"], ["launch-local", "-n", "2"]])
+def test_train_helps_with_every_flag_on_demand(capsys, command):
+    assert main([*command, "--help-all"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--tensor-model-parallel-size TENSOR_MODEL_PARALLEL_SIZE" in text
+    assert "--switch-capacity-group {microbatch,sequence,ep}" in text
+    assert "(aux_loss)" in text  # Switch's default of --moe-router-load-balancing-type
+
+
+LIGHT = """
+import sys
+from megatron_switch.cli import main
+try:
+    main({words!r})
+except SystemExit as end:
+    assert end.code == {code}, end.code
+print([name for name in ("torch", "megatron.core") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["generate", "--help"], 0),
+        (["generate", "--seed"], 2),
+        (["experts", "--help"], 0),
+        (["experts", "--sequences", "many"], 2),
+        (["demo", "--help"], 0),
+        (["demo", "--iterations", "many"], 2),
+        (["launch-local", "--help"], 0),
+        (["launch-local", "-n"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_help_and_slips_do_not_wait_for_torch(words, code):
+    program = LIGHT.format(words=words, code=code)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("demo", ["folder for data and run (runs/demo)", "training iterations (200)"]),
+        ("prepare", ["a tokenizer is trained: 32000", "Ids that TikTokenizer keeps"]),
+    ],
+)
+def test_help_shows_defaults(capsys, command, shown):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for each in shown:
+        assert each in text
+    assert "None" not in text
 
 
 def test_launch_local_passes_flags_on_and_leaves_its_command_for_resume(monkeypatch):

@@ -2,11 +2,15 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_switch.training.help import EXAMPLE
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -90,7 +94,7 @@ def losses(folder):
 
 
 def test_every_example_is_tested():
-    tested = {"cpu_4_ranks.sh", "gpt_one_gpu.sh", "gpt_one_node.sh"}
+    tested = {"cpu_4_ranks.sh", "gpt_one_gpu.sh", "gpt_one_node.sh", "t5_finetune.sh"}
     assert {path.name for path in (ROOT / "examples").glob("*.sh")} == tested
 
 
@@ -117,7 +121,16 @@ def test_one_gpu_and_the_sample_of_the_readme(corpus, tmp_path):
     )
     assert sample.stdout.startswith(prompt)
     table = command("experts", "--load", str(tmp_path / "run"), "--min-count", "2").stdout
-    assert table.count("%") == 8
+    assert len(re.findall(r" \d+\.\d% ", table)) == 8  # a share for each expert
+    assert "the last sparse one" in " ".join(table.split())
+
+
+def test_the_command_that_the_help_of_train_shows(corpus):
+    program, *words = shlex.split(EXAMPLE.replace("corpus/corpus", corpus["DATA"]))
+    words[words.index("--tokenizer-model") + 1] = corpus["TOKENIZER"]
+    assert program == "megatron-switch"
+    output = command(*words, *SMALL, "--log-interval", "1").stdout
+    assert re.search(r"iteration +3/ +3 .* dropped: ", output)
 
 
 def test_one_gpu_says_which_sizes_there_are(corpus):
@@ -137,3 +150,31 @@ def test_one_node_of_eight(corpus, tmp_path):
     )
     assert "64 experts over EP 8, 8 on a rank" in output
     assert len(losses(tmp_path)) == 3
+
+
+def test_t5_finetune_from_nothing_then_from_its_checkpoint_and_what_it_answers(corpus, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    lines = [
+        json.dumps({"input": f"after {number}", "target": f"word{number + 1}"})
+        for number in range(40)
+    ]
+    pairs.write_text("\n".join(lines))
+    small = [*SMALL, "--ffn-hidden-size", "64", "--kv-channels", "16", "--global-batch-size", "2"]
+    small += ["--decoder-seq-length", "16"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    given = {"DATA": str(pairs), "TOKENIZER": corpus["TOKENIZER"]}
+    output = run_example("t5_finetune.sh", *small, RUN=str(first), **given)
+    assert "expert dropout 0.4" in output
+    assert len(losses(first)) == 3
+    more = ["--train-iters", "2", "--lr-warmup-iters", "0", "--switch-device", "cpu"]
+    more += ["--micro-batch-size", "1", "--global-batch-size", "2", "--decoder-seq-length", "16"]
+    more += ["--log-interval", "1", "--eval-iters", "0"]
+    load = {"DATA": str(pairs), "LOAD": str(first / "checkpoints")}
+    output = run_example("t5_finetune.sh", *more, RUN=str(second), **load)
+    assert "encoder of 2 layers (sparse 2; dense 1)" in output
+    assert len(losses(second)) == 2
+    answer = command(
+        "generate", "--load", str(second), "--prompt", "after 3", "--greedy", "--num-tokens", "3"
+    )
+    assert "after 3" not in answer.stdout
+    assert answer.stdout.endswith("\n")

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_switch.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 COMMAND_LINES = [
     line.split("#")[0].strip()
     for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
@@ -30,6 +32,12 @@ def test_every_command_exists(line):
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     elif program == "megatron-switch":
         assert rest[0] in COMMANDS
+    elif program == ".":
+        assert rest == [".venv/bin/activate"]
+    elif program == "pip":
+        ((package, extra),) = re.findall(r"^install (\.)(?:\[(\w+)\])?$", " ".join(rest))
+        assert package == "."
+        assert not extra or extra in EXTRAS
     else:
         assert (ROOT / program).is_file()
         assert (ROOT / program).stat().st_mode & 0o111, f"{program} is not executable"
@@ -52,3 +60,15 @@ def test_flags_that_the_readme_names_exist():
     known = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     for flag in set(re.findall(r"`?(--switch-[a-z-]+)", README)) - {"--switch-"}:
         assert f"`{flag}`" in known, flag
+
+
+def test_what_is_looked_at_is_where_the_example_before_it_trains():
+    loads = re.findall(r"--load (runs/[\w/-]+)", README) + re.findall(r"sweep (runs/\S+)", README)
+    examples = [path.read_text() for path in (ROOT / "examples").glob("*.sh")]
+    for load in set(loads):
+        assert any(f"RUN:-{load.removesuffix('/run')}}}" in text for text in examples), load
+
+
+def test_how_to_enter_the_environment_is_said_before_its_command_is_used():
+    first_use = next(n for n, line in enumerate(COMMAND_LINES) if "megatron-switch" in line)
+    assert ". .venv/bin/activate" in COMMAND_LINES[:first_use]

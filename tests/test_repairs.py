@@ -17,7 +17,7 @@ from megatron_switch.checkpoint.files import TRACKER
 from megatron_switch.errors import UpstreamError
 from megatron_switch.repairs import megatron_repairs, repaired_megatron
 
-NUMBER_OF_REPAIRS = 11
+NUMBER_OF_REPAIRS = 13
 """A repair more needs a reason; a repair less, a release of Megatron that needs it no longer."""
 
 
@@ -219,6 +219,16 @@ def test_state_that_another_rank_gathered_is_nothing_to_cut():
 
     cut = repairs._cut_state_where_it_lies(lambda self: self.get_parameter_state_dp_zero())
     assert cut(Optimizer()) is None
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_a_spoiled_step_counts_as_an_overflow(monkeypatch, overflow, spoiled):
+    asked = []
+    monkeypatch.setattr(repairs, "step_is_spoiled", lambda: spoiled)
+    prepare = repairs._leave_out_spoiled_steps(lambda self: asked.append(self) or overflow)
+    assert prepare("chain") == (overflow or spoiled)
+    assert asked == ["chain"]  # a loss scaler must hear of every step
 
 
 def test_a_missing_step_of_the_experts_comes_from_the_dense_optimizer():

@@ -36,8 +36,9 @@ Defaults only: a flag that is given wins. `none` leaves the flag unset.
 
 {defaults}
 
-Defaults that follow from the device and from what is installed (Transformer Engine, Apex) are
-reported in one line when training starts.
+Megatron has no flag that would turn off again those that are on here; both cost nothing that is
+worth saving. Defaults that follow from the device and from what is installed (Transformer Engine,
+Apex) are reported in one line when training starts.
 
 ## Megatron's flags for mixtures of experts
 
@@ -69,10 +70,16 @@ def _switch_rows() -> Iterable[tuple[str, ...]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_switch_arguments(parser)
     for action in parser._actions:
-        kind = getattr(action.type, "__name__", "text")
-        values = [str(choice) for choice in action.choices or ()]
-        shown = ", ".join(values) or {"int": "integer", "float": "number"}.get(kind, "text")
-        yield f"`{action.option_strings[0]}`", shown, _value(action.default), action.help or ""
+        flag = f"`{action.option_strings[0]}`"
+        yield flag, _values(action), _value(action.default), action.help or ""
+
+
+def _values(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return "switch"
+    kind = getattr(action.type, "__name__", "text")
+    values = [str(choice) for choice in action.choices or ()]
+    return ", ".join(values) or {"int": "integer", "float": "number"}.get(kind, "text")
 
 
 def _recipe_rows() -> Iterable[tuple[str, ...]]:

@@ -32,17 +32,26 @@ FREE_SETTINGS = frozenset(
         "dispatch",
         "metrics_file",
         "metrics_interval",
+        "nonfinite",
         "model",  # stands for other flags, which are compared
         "overlap_chunks",
         "override_checkpoint",
         "recipe",  # likewise
         "run_dir",
+        "span_density",  # the data's
+        "span_length",
     }
 )
 """Fields of :class:`SwitchConfig` that may differ: they change where or how fast, not what."""
 
+_MODEL_SETTINGS = frozenset({"activation", "arch", "decoder_layer_freq"})
+"""Fields that say which model it is, with or without experts."""
+
 _SHAPES = (
     "num_layers",
+    "decoder_num_layers",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
@@ -77,6 +86,9 @@ _SEMANTICS = (
     "moe_router_pre_softmax",
 )
 """Megatron's flags that carry Switch semantics; compared like the ``--switch-*`` ones."""
+
+_OPTIMIZER_SETTINGS = ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+"""Flags that a loaded optimizer state overrules without a word."""
 
 _ABSENT = object()
 
@@ -117,7 +129,7 @@ def check_resume(
             "could not be compared with this run's.",
         )
     check_model(stored, args)
-    messages = list(check_switch_settings(stored, args))
+    messages = [*check_switch_settings(stored, args), *_batch_notes(stored, args)]
     if not (is_release or args.finetune or args.no_load_optim or _of(stored, "no_save_optim")):
         check_optimizer_state(common_state, args)
         check_schedule(common_state.get("opt_param_scheduler"), stored, args)
@@ -139,8 +151,15 @@ def check_model(stored: Namespace, args: Namespace) -> None:
         names = [name for name in names if name != "padded_vocab_size"]
     differences = _differences(names, stored, args)
     derived = (
+        Difference("--switch-arch", _of(stored, "switch_arch", "gpt"), args.switch_arch),
+        Difference("--switch-activation", *map(_activation, (stored, args))),
+        Difference(
+            "--switch-decoder-layer-freq",
+            _of(stored, "switch_decoder_layer_freq"),
+            args.switch_decoder_layer_freq,
+        ),
         Difference("--num-experts", _of(stored, "num_experts") or None, args.num_experts or None),
-        Difference("--moe-layer-freq", _sparse_layers(stored), _sparse_layers(args)),
+        Difference("--moe-layer-freq", sparse_layers(stored), sparse_layers(args)),
         Difference("--num-query-groups", *_query_groups(stored, args)),
     )
     differences += [each for each in derived if each.stored != each.current]
@@ -168,7 +187,8 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
     """
     if not args.num_experts:
         return ()
-    names = [field.name for field in fields(SwitchConfig) if field.name not in FREE_SETTINGS]
+    apart = FREE_SETTINGS | _MODEL_SETTINGS
+    names = [field.name for field in fields(SwitchConfig) if field.name not in apart]
     missing = [name for name in names if not hasattr(stored, FLAG_PREFIX + name)]
     differences = _differences(
         (FLAG_PREFIX + name for name in names if name not in missing), stored, args
@@ -200,6 +220,18 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
     return tuple(messages)
 
 
+def _batch_notes(stored: Namespace, args: Namespace) -> list[str]:
+    """Say that another micro-batch is another capacity group, where it is one."""
+    sizes = _differences(["micro_batch_size"], stored, args)
+    counted = args.num_experts and _of(args, "switch_capacity_group") == "microbatch"
+    if not (sizes and counted):
+        return []
+    return [
+        f"Capacity is counted over each micro-batch, and its size has changed:{_lines(sizes)}\n"
+        "Other tokens are dropped than before."
+    ]
+
+
 def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> None:
     """Raise when this run's optimizer cannot read the stored optimizer state.
 
@@ -212,6 +244,12 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
     """
     stored = common_state["args"]
     way_out = "or pass --no-load-optim to start the optimizer anew."
+    settings = _differences(_OPTIMIZER_SETTINGS, stored, args)
+    if settings:
+        raise CheckpointError(
+            f"The optimizer goes on with the settings it was saved with, and these flags ask for "
+            f"others:{_lines(settings)}\nGive them the checkpoint's values, {way_out}"
+        )
     if bool(_of(stored, "use_distributed_optimizer")) != bool(args.use_distributed_optimizer):
         was = "with" if _of(stored, "use_distributed_optimizer") else "without"
         raise CheckpointError(
@@ -302,6 +340,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _activation(namespace: Namespace) -> str | None:
+    """Return the nonlinearity of a t5, where ``auto`` is ReLU; that of a gpt has other flags."""
+    if _of(namespace, "switch_arch", "gpt") != "t5":
+        return None
+    chosen = _of(namespace, "switch_activation")
+    return "relu" if chosen == "auto" else chosen
+
+
 def _query_groups(*namespaces: Namespace) -> list[int | None]:
     """Return the key-value heads of each, where any has fewer of them than heads."""
     if not any(_of(namespace, "group_query_attention") for namespace in namespaces):
@@ -315,7 +361,7 @@ def _query_groups(*namespaces: Namespace) -> list[int | None]:
     ]
 
 
-def _sparse_layers(namespace: Namespace) -> list[int] | None:
+def sparse_layers(namespace: Namespace) -> list[int] | None:
     """Return the layers with experts, counted from 0, however ``--moe-layer-freq`` said it."""
     if not _of(namespace, "num_experts"):
         return None

@@ -20,7 +20,8 @@ from megatron_switch.checkpoint.contents import find_defect, foreign_format
 from megatron_switch.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_RELEASE = "release"  # weights without an iteration: converted, or published
+RELEASE = "release"  # weights without an iteration: converted, or published
+CHECKPOINTS = "checkpoints"  # the folder of them in that of a run
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class FoundCheckpoint:
     @property
     def is_release(self) -> bool:
         """Whether this is a checkpoint of weights only, without an iteration."""
-        return self.folder.name == _RELEASE
+        return self.folder.name == RELEASE
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -50,6 +51,16 @@ def has_checkpoint(folder: Path) -> bool:
     the two cases in which a job that always passes ``--load`` starts from new weights.
     """
     return (folder / TRACKER).exists() or bool(_iterations(folder)) or _foreign(folder) is not None
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Return the folder with the tracker file: ``folder``, or the one inside of a run's folder.
+
+    Args:
+        folder: What a user names.
+    """
+    inside = folder / CHECKPOINTS
+    return inside if inside.is_dir() and not has_checkpoint(folder) else folder
 
 
 def find_checkpoint(folder: Path, *, iteration: int | None = None) -> FoundCheckpoint:
@@ -85,7 +96,7 @@ def write_tracker(folder: Path, found: FoundCheckpoint) -> None:
     Raises:
         CheckpointError: The folder cannot be written.
     """
-    content = _RELEASE if found.is_release else str(found.iteration)
+    content = RELEASE if found.is_release else str(found.iteration)
     try:
         with renamed_into_place(folder / TRACKER) as stream:
             stream.write(content)
@@ -120,8 +131,8 @@ def _read_tracker(path: Path) -> tuple[str | None, str]:
         content = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None, f"{path} is missing."
-    if content == _RELEASE:
-        return _RELEASE, ""
+    if content == RELEASE:
+        return RELEASE, ""
     if content.isdecimal():
         return f"iter_{int(content):07d}", ""
     if not content:
@@ -166,7 +177,7 @@ def _iterations(folder: Path) -> list[str]:
     """Names of the folders that may hold a checkpoint, newest first, a release last."""
     numbered = [path.name for path in folder.glob("iter_*") if path.name[5:].isdecimal()]
     numbered.sort(key=lambda name: int(name[5:]), reverse=True)
-    return numbered + ([_RELEASE] if (folder / _RELEASE).is_dir() else [])
+    return numbered + ([RELEASE] if (folder / RELEASE).is_dir() else [])
 
 
 def _foreign(folder: Path) -> str | None:
@@ -184,5 +195,5 @@ def _foreign(folder: Path) -> str | None:
 
 
 def _found(folder: Path, message: str | None = None) -> FoundCheckpoint:
-    iteration = 0 if folder.name == _RELEASE else int(folder.name[5:])
+    iteration = 0 if folder.name == RELEASE else int(folder.name[5:])
     return FoundCheckpoint(folder, iteration, message)

@@ -79,7 +79,7 @@ def find_corpus(
         for path in standard_library(library, tests=library_tests):
             _add(found, faults, path, optional=True)
     for entry in inputs:
-        if entry.is_dir():
+        if os.path.isdir(entry):
             paths = list(_files_below(entry, leave_out=leave_out))
             if not paths:
                 raise DataError(f"Folder {entry} holds no file named {KNOWN_NAMES}.")
@@ -150,7 +150,7 @@ def _files_below(
         if entry.is_dir(follow_symlinks=False):
             if path.resolve() != skipped:
                 yield from _files_below(path, unwanted=unwanted, leave_out=leave_out)
-        elif not entry.is_dir() and name_kind(path) is not None:
+        elif name_kind(path) is not None and not os.path.isdir(path):  # False for what is broken
             yield path
 
 
@@ -159,9 +159,12 @@ def _add(
 ) -> None:
     """Describe a file under its real path, so that a second way to it adds nothing."""
     try:
-        found.setdefault(path.resolve(), SourceFile.at(path.absolute(), optional=optional))
+        # Before resolve(), which of a circle of links makes an error that is no OSError.
+        source = SourceFile.at(path.absolute(), optional=optional)
     except OSError as error:
         faults.append(f"{path} cannot be read ({error.strerror})")
+    else:
+        found.setdefault(path.resolve(), source)
 
 
 def _without_bad(

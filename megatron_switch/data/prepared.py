@@ -55,13 +55,9 @@ def summary(prepared: Prepared) -> str:
     """Return a few lines for a person, the flags for training last."""
     trained = prepared.tokenizer["trained"]
     origin = f"{trained['algorithm']}, trained on this text" if trained else "given"
-    empty = prepared.empty_files + prepared.empty_documents
     lines = [
         ("files", _count(prepared.files)),
-        (
-            "documents",
-            _count(prepared.documents) + (f" ({empty:,} empty ones left out)" * (empty > 0)),
-        ),
+        ("documents", _count(prepared.documents) + _empty_text(prepared)),
         (
             "tokens",
             f"{_count(prepared.tokens)} ({prepared.text_bytes / prepared.tokens:.2f} bytes of text "
@@ -103,6 +99,13 @@ def from_json(fields: dict[str, Any]) -> Prepared:
             "training_flags": tuple(known["training_flags"]),
         }
     )
+
+
+def _empty_text(prepared: Prepared) -> str:
+    """Return how much was left out because it was empty, "" when nothing was."""
+    kinds = {"empty file": prepared.empty_files, "empty document": prepared.empty_documents}
+    counts = [f"{n:,} {name}{'s' * (n > 1)}" for name, n in kinds.items() if n]
+    return f" (left out: {', '.join(counts)})" if counts else ""
 
 
 def _count(number: int) -> str:

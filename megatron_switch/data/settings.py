@@ -14,6 +14,7 @@ from megatron_switch.data.sentencepiece_model import Algorithm, SentencePieceSet
 from megatron_switch.data.sources import KNOWN_NAMES
 from megatron_switch.data.token_shards import available_workers
 from megatron_switch.data.tokenizer import (
+    DEFAULT_VOCAB_SIZE,
     FLAGS,
     VOCAB_SIZE_TYPES,
     add_tokenizer_arguments,
@@ -24,9 +25,10 @@ from megatron_switch.data.tokenizer import (
 from megatron_switch.data.workspace import Workspace, fingerprint_of
 from megatron_switch.errors import ConfigError
 
-DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_SAMPLE_MIB: dict[Algorithm, int] = {"bpe": 16, "unigram": 2}
 """Text to train on: some ten seconds on two cores."""
+
+SENTINELS_FLAG = "--sentinels"
 
 TRAINED_TYPE = "SentencePieceTokenizer"
 """Megatron's name of the tokenizer that is trained here."""
@@ -93,6 +95,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Most text to train on, taken evenly from all of it. Default: "
         + ", ".join(f"{size} for {name}" for name, size in DEFAULT_SAMPLE_MIB.items())
         + ".",
+    )
+    group.add_argument(
+        SENTINELS_FLAG,
+        type=int,
+        metavar="N",
+        help="Of the tokens of --vocab-size, the last N are <extra_id_0> to <extra_id_N-1> for "
+        "the span corruption of --switch-arch t5; T5 has 100. Default: none.",
     )
 
 
@@ -188,6 +197,7 @@ def _training_settings(args: Namespace) -> SentencePieceSettings | None:
         unused = {
             "--sentencepiece-algorithm": args.sentencepiece_algorithm,
             "--tokenizer-sample-mib": args.tokenizer_sample_mib,
+            SENTINELS_FLAG: args.sentinels,
         }
         if args.tokenizer_type not in VOCAB_SIZE_TYPES:
             unused["--vocab-size"] = args.vocab_size
@@ -205,7 +215,13 @@ def _training_settings(args: Namespace) -> SentencePieceSettings | None:
     for flag, value in (("--tokenizer-sample-mib", mib), ("--vocab-size", vocab_size)):
         if value < 1:
             raise ConfigError(f"{flag} must be at least 1, got {value}.")
-    return SentencePieceSettings(vocab_size, algorithm, mib * _MIB)
+    sentinels = args.sentinels or 0
+    if not 0 <= sentinels < vocab_size:
+        raise ConfigError(
+            f"Sentinels are some of the tokens, but {SENTINELS_FLAG} is {sentinels} and "
+            f"--vocab-size {vocab_size}. T5 has 100 of 32,100."
+        )
+    return SentencePieceSettings(vocab_size, algorithm, mib * _MIB, sentinels)
 
 
 def _separator(args: Namespace) -> str | None:

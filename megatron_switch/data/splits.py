@@ -5,6 +5,8 @@ document makes it count epochs of nothing for ever, without a word. The arithmet
 what is added is the question.
 """
 
+import math
+
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
@@ -33,6 +35,30 @@ def check_splits(prefix: str, documents: int, split: str) -> None:
             "80,10,10) or weight 0 to what is not wanted (--split 100,0,0 with --eval-iters 0), "
             "or cut the text into more documents (megatron-switch prepare --document-separator)."
         )
+
+
+def split_weights(split: str) -> tuple[float, float, float]:
+    """Return the weights of train, validation and test, which need not sum to 1.
+
+    Args:
+        split: Value of ``--split``; weights left out at its end are 0.
+
+    Raises:
+        DataError: It is not that.
+    """
+    words = [word.strip() for word in split.replace("/", ",").split(",") if word.strip()]
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        weights = []
+    known = all(math.isfinite(weight) and weight >= 0 for weight in weights)
+    if not (1 <= len(weights) <= len(_NAMES) and known and sum(weights) > 0):
+        raise DataError(
+            "--split takes the weights of train, validation and test data, at least 0 and not all "
+            f"0, got {split!r}. Example: --split 98,1,1."
+        )
+    train, validation, test = weights + [0.0] * (len(_NAMES) - len(weights))
+    return train, validation, test
 
 
 def documents_of_splits(documents: int, split: str) -> dict[str, int]:

@@ -45,6 +45,9 @@ _NEEDS_PACKAGE = {
     **{name: ("transformers", "'megatron-switch[hf]'") for name in _NEEDS_FILES},
 }
 
+DEFAULT_VOCAB_SIZE = 32_000
+"""Number of tokens of a tokenizer that is trained."""
+
 FLAGS: dict[str, dict[str, Any]] = {
     "--tokenizer-type": {
         "choices": TOKENIZER_TYPES,
@@ -52,7 +55,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "the text.",
     },
     "--tokenizer-model": {"help": "Model file, or for HuggingFaceTokenizer a folder or a name."},
-    "--vocab-size": {"type": int, "help": "Number of tokens."},
+    "--vocab-size": {
+        "type": int,
+        "help": "Number of tokens. Default where a tokenizer is trained: "
+        f"{DEFAULT_VOCAB_SIZE}, of one that is given: its own.",
+    },
     "--vocab-file": {"help": "Vocabulary file of GPT2BPETokenizer and the BERT tokenizers."},
     "--merge-file": {"help": "BPE merges of GPT2BPETokenizer."},
     "--tokenizer-metadata": {
@@ -165,7 +172,7 @@ def check_tokenizer_flags(args: Namespace) -> None:
     if kind is None:
         raise ConfigError(
             "There is no tokenizer: give --tokenizer-type, and --tokenizer-model where the type "
-            "needs one. megatron-switch prepare prints the flags of what it made."
+            "needs one; prepared.json beside the data has the flags."
         )
     package, source = _NEEDS_PACKAGE.get(kind, ("", ""))
     if package and importlib.util.find_spec(package) is None:
@@ -246,8 +253,7 @@ def _check_files(args: Namespace, kind: str) -> None:
         if name is None or Path(name).exists():
             continue
         raise DataError(
-            f"{flag} {name} does not exist. Give the path of the tokenizer's file, or leave the "
-            "tokenizer flags out of megatron-switch prepare to train one."
+            f"{flag} {name} does not exist. Give the path where the tokenizer's file is now."
         )
     if kind in _NEEDS_MODEL_FILE and not Path(model).is_file():
         raise DataError(f"--tokenizer-model {model} is no file, and {kind} is read from one.")

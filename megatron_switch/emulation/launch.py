@@ -8,7 +8,8 @@ Guaranteed:
 * Every rank finds in its environment what ``torchrun`` would have put there.
 * A rank's output goes where the parent's goes, as it is. Only the traceback of a rank
   that fails is held back, so that the first failure is the first thing to read; ranks
-  that fail because of it (their peer is gone) get one line each.
+  that fail because of it (their peer is gone) get one line each. A rank that returns 2
+  has printed what the user did wrong, and nothing is added.
 * SIGTERM and SIGINT reach every rank once; a second one kills them. When a rank fails
   the others are ended, and when the parent dies the kernel ends them all.
 * The result is 0 only when every rank returned 0 or ``None``.
@@ -46,6 +47,7 @@ _SETTLE_S = 0.1  # until failures that happened at one moment have all been repo
 _GRACE_S = 10.0  # between asking a rank to end and killing it
 _POLL_S = 0.02
 _FAILED = 1
+_EXPLAINED = 2  # a mistake of the user's: the rank has said what it is
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is 128 + n
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
@@ -134,7 +136,7 @@ class _Failure:
 
     code: int
     time_ns: int
-    text: str
+    text: str  # empty where the rank has said it all
 
     @classmethod
     def of(cls, rank: _Rank, code: int) -> "_Failure":
@@ -142,12 +144,13 @@ class _Failure:
             name = signal.Signals(-code).name
             return cls(_SIGNALLED - code, time.time_ns(), f"rank {rank.rank} was ended by {name}")
         if not rank.report.exists():
-            return cls(code, time.time_ns(), f"rank {rank.rank} exited with code {code}")
+            text = "" if code == _EXPLAINED else f"rank {rank.rank} exited with code {code}"
+            return cls(code, time.time_ns(), text)
         return cls(code, rank.report.stat().st_mtime_ns, rank.report.read_text())
 
     @property
     def last_line(self) -> str:
-        return self.text.rstrip().splitlines()[-1]
+        return self.text.rstrip().rpartition("\n")[2]
 
 
 class _Ranks:
@@ -183,11 +186,11 @@ class _Ranks:
         time.sleep(_SETTLE_S)
         failures += self._failed()
         failures.sort(key=lambda failure: failure.time_ns)
-        print(failures[0].text, file=sys.stderr, flush=True)
+        _print(failures[0].text)
         self._end_the_rest(failures)
         for failure in failures[1:]:
             if failure.code != _SIGNALLED + signal.SIGTERM:
-                print(failure.last_line, file=sys.stderr, flush=True)
+                _print(failure.last_line)
         return failures[0].code
 
     def _end_the_rest(self, failures: list[_Failure]) -> None:
@@ -238,6 +241,11 @@ class _Ranks:
             os.kill(pid, number)
 
 
+def _print(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr, flush=True)
+
+
 def _become(rank: _Rank, parent: int, target: Callable[[], int | None]) -> NoReturn:
     """Turn this forked process into a rank; never return to the parent's code."""
     code = _FAILED
@@ -245,7 +253,7 @@ def _become(rank: _Rank, parent: int, target: Callable[[], int | None]) -> NoRet
         _leave_parent(parent)
         faulthandler.enable()
         os.environ.update(rank.environment())
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(_num_threads())
         code = target() or 0
     except SystemExit as exit_:
         code = _exit_code(exit_)
@@ -260,6 +268,12 @@ def _become(rank: _Rank, parent: int, target: Callable[[], int | None]) -> NoRet
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _num_threads() -> int:
+    """Return what ``OMP_NUM_THREADS`` asks for; like OpenMP, pass over what is no number."""
+    outermost = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
+    return int(outermost) if outermost.isdecimal() and int(outermost) else 1
 
 
 def _leave_parent(parent: int) -> None:

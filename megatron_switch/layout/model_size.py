@@ -16,6 +16,7 @@ Everything is a closed form over layers; no tensor is made.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from megatron_switch.errors import LayoutError
@@ -65,6 +66,25 @@ class GPTShape:
     qk_norm: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class T5Shape(GPTShape):
+    """The same for a Switch T5; what is not named here is that of both stacks.
+
+    ``num_layers`` and ``sparse_layers`` are the decoder's. Linear layers have no bias, norms are
+    RMSNorm, and positions are relative: one table of biases a stack.
+
+    Attributes:
+        encoder_layers: Layers of the encoder.
+        encoder_sparse_layers: Numbers of those with experts, the first layer being 1.
+        relative_buckets: Rows of a stack's table of position biases.
+    """
+
+    encoder_layers: int
+    encoder_sparse_layers: tuple[int, ...] = ()
+    relative_buckets: int = 32
+    norm: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+
+
 @dataclass(frozen=True)
 class ParameterCount:
     """Numbers of parameters.
@@ -89,13 +109,14 @@ def total_parameters(shape: GPTShape) -> ParameterCount:
     return stage_parameters(shape, Layout(1), 0)
 
 
+@lru_cache(maxsize=256)
 def active_parameters(shape: GPTShape) -> int:
     """Return the parameters that one token meets: all but the experts it is not sent to.
 
     Top-1 routing sends a token to one expert in each sparse layer. The embedding counts whole.
     """
     total = total_parameters(shape)
-    if not shape.sparse_layers:
+    if not total.expert:
         return total.total
     return total.dense + total.expert // shape.num_experts
 
@@ -120,7 +141,7 @@ def stage_parameters(
         LayoutError: If layers cannot be spread evenly, or are not all placed once.
     """
     if layers_of_stages is None:
-        layers_of_stages = even_stages(shape.num_layers, layout)
+        return _even_stage(shape, layout, stage)
     placed = sorted(layer for layers in layers_of_stages for layer in layers)
     if placed != list(range(1, shape.num_layers + 1)) or len(layers_of_stages) != layout.pp:
         raise LayoutError(
@@ -128,7 +149,16 @@ def stage_parameters(
             f"placement is {[list(layers) for layers in layers_of_stages]}. Check "
             "--pipeline-model-parallel-size and the flags that place layers."
         )
-    layers = layers_of_stages[stage]
+    return _count(shape, layout, stage, layers_of_stages[stage])
+
+
+@lru_cache(maxsize=8192)
+def _even_stage(shape: GPTShape, layout: Layout, stage: int) -> ParameterCount:
+    """Count a stage of equally large ones; remembered, because a planner asks again and again."""
+    return _count(shape, layout, stage, even_stages(shape.num_layers, layout)[stage])
+
+
+def _count(shape: GPTShape, layout: Layout, stage: int, layers: Sequence[int]) -> ParameterCount:
     num_sparse = len(set(layers) & set(shape.sparse_layers))
     dense = len(layers) * _attention_and_norms(shape, layout.tp)
     dense += (len(layers) - num_sparse) * _dense_mlp(shape, layout.tp)
@@ -141,7 +171,27 @@ def stage_parameters(
         dense += _norm(shape, shape.hidden_size)
         # A tied head on another stage than the embedding is a second copy of it.
         dense += 0 if shape.tied_head and is_first else vocabulary
+    if isinstance(shape, T5Shape):
+        dense += _encoder_and_cross_attention(shape, layout)
+        num_sparse += len(shape.encoder_sparse_layers)
     return ParameterCount(dense, num_sparse * _experts(shape, layout))
+
+
+def _encoder_and_cross_attention(shape: T5Shape, layout: Layout) -> int:
+    """Return the dense parameters that a T5 has on top of a GPT of its decoder's layers."""
+    if layout.pp > 1:
+        raise LayoutError(
+            "Encoder and decoder of a T5 stand on one pipeline stage, but "
+            f"--pipeline-model-parallel-size is {layout.pp}. Set it to 1."
+        )
+    num_sparse = len(shape.encoder_sparse_layers)
+    layers = shape.encoder_layers * _attention_and_norms(shape, layout.tp)
+    layers += (shape.encoder_layers - num_sparse) * _dense_mlp(shape, layout.tp)
+    routers = num_sparse * shape.num_experts * shape.hidden_size
+    norm = _norm(shape, shape.hidden_size)
+    cross = shape.num_layers * (_attention_and_norms(shape, layout.tp) - norm)
+    positions = 2 * shape.relative_buckets * (shape.num_attention_heads // layout.tp)
+    return layers + routers + cross + norm + positions
 
 
 def even_stages(num_layers: int, layout: Layout) -> list[list[int]]:

@@ -8,7 +8,8 @@ import csv
 import io
 
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.nodes import node_of, nodes_spanned
+from megatron_switch.layout.nodes import node_of
+from megatron_switch.layout.spread import spread_of
 
 _COLUMNS = ("rank", "node", "tp", "cp", "pp", "dp", "etp", "ep", "edp", "experts")
 _AXES = ("tp", "cp", "pp", "dp", "etp", "ep", "edp")
@@ -16,22 +17,28 @@ _ROWS_AT_START = 8
 _MEMBERS_SHOWN = 8
 
 
-def start_up_text(layout: Layout, *, num_experts: int | None, ranks_per_node: int) -> str:
+def start_up_text(
+    layout: Layout,
+    *,
+    num_experts: int | None,
+    ranks_per_node: int,
+    nodes_per_leaf: int | None = None,
+) -> str:
     """Return what start-up prints: the first rows, a line per axis, and where experts live.
 
     Args:
         layout: The ranks.
         num_experts: Experts of an MoE layer; None for a dense model.
         ranks_per_node: Ranks on each node.
+        nodes_per_leaf: Nodes under each leaf switch, where they are known.
     """
     shown = min(_ROWS_AT_START, layout.world_size)
     rows = _rows(layout, num_experts, ranks_per_node, shown)
     text = _aligned([list(_COLUMNS), *rows])
     if shown < layout.world_size:
         text += f"\n... and {layout.world_size - shown} more ranks"
-    return "\n\n".join(
-        (text, axis_summary(layout, ranks_per_node), describe_experts(layout, num_experts))
-    )
+    axes = axis_summary(layout, ranks_per_node, nodes_per_leaf)
+    return "\n\n".join((text, axes, describe_experts(layout, num_experts)))
 
 
 def whole_table(layout: Layout, *, num_experts: int | None, ranks_per_node: int) -> str:
@@ -50,16 +57,23 @@ def table_as_csv(layout: Layout, *, num_experts: int | None, ranks_per_node: int
     return buffer.getvalue()
 
 
-def axis_summary(layout: Layout, ranks_per_node: int) -> str:
-    """Return a line per axis: its size, the members of its first group, nodes spanned."""
-    rows = [["axis", "size", "groups", "nodes", "first group"]]
+def axis_summary(layout: Layout, ranks_per_node: int, nodes_per_leaf: int | None = None) -> str:
+    """Return a line per axis: its size, nodes (and leaves) spanned, members of its first group."""
+    leaves = [] if nodes_per_leaf is None else ["leaves"]
+    rows = [["axis", "size", "groups", "nodes", *leaves, "first group"]]
     for axis in _AXES:
         groups = layout.groups(axis)
-        spans = {nodes_spanned(group, ranks_per_node) for group in groups}
-        nodes = f"{min(spans)} to {max(spans)}" if len(spans) > 1 else str(max(spans))
+        spreads = [spread_of(group, ranks_per_node, nodes_per_leaf or 1) for group in groups]
+        spans = [_range({spread.nodes for spread in spreads})]
+        if nodes_per_leaf is not None:
+            spans.append(_range({spread.leaves for spread in spreads}))
         size = str(len(groups[0]))
-        rows.append([axis.upper(), size, str(len(groups)), nodes, _members(groups[0])])
+        rows.append([axis.upper(), size, str(len(groups)), *spans, _members(groups[0])])
     return _aligned(rows)
+
+
+def _range(counts: set[int]) -> str:
+    return f"{min(counts)} to {max(counts)}" if len(counts) > 1 else str(max(counts))
 
 
 def describe_experts(layout: Layout, num_experts: int | None) -> str:

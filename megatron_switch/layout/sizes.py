@@ -150,7 +150,11 @@ def broken_grid_rule(sizes: Sizes) -> BrokenRule | None:
 
 
 def layout_error(
-    broken: list[BrokenRule], sizes: Sizes, is_legal: Callable[[Sizes], bool]
+    broken: list[BrokenRule],
+    sizes: Sizes,
+    is_legal: Callable[[Sizes], bool],
+    *,
+    also: Callable[[Sizes], str] = lambda sizes: "",
 ) -> LayoutError:
     """Return the error for broken rules: each with its values and way out, grids, suggestions.
 
@@ -158,6 +162,7 @@ def layout_error(
         broken: The rules, at least one.
         sizes: The sizes that break them.
         is_legal: Whether other sizes would be accepted; decides what is suggested.
+        also: Returns the flags, besides sizes, that a suggestion needs.
     """
     lines = [f"{rule.rule} {rule.way_out}".rstrip() for rule in broken]
     if _positive(sizes) is None:
@@ -165,7 +170,7 @@ def layout_error(
         suggestions = nearest_legal(sizes, is_legal)
         if suggestions:
             lines.append("Nearest legal settings:")
-            lines += [f"  {describe_change(sizes, legal)}" for legal in suggestions]
+            lines += [f"  {describe_change(sizes, legal, also(legal))}" for legal in suggestions]
     return LayoutError("\n".join(lines))
 
 
@@ -192,7 +197,7 @@ def nearest_legal(sizes: Sizes, is_legal: Callable[[Sizes], bool]) -> list[Sizes
     return same_ranks[:_SUGGESTIONS] + other_ranks[:1]
 
 
-def describe_change(asked: Sizes, legal: Sizes) -> str:
+def describe_change(asked: Sizes, legal: Sizes, also: str = "") -> str:
     """Return the flags that lead from ``asked`` to ``legal``, and the grid that they give."""
     flags = [
         f"{flag} {getattr(legal, name)}"
@@ -200,6 +205,8 @@ def describe_change(asked: Sizes, legal: Sizes) -> str:
         if getattr(legal, name) != getattr(asked, name)
         and not (name == "etp" and legal.etp_follows_tp)
     ]
+    if also:
+        flags.append(also)
     if legal.world_size != asked.world_size:
         flags.append(f"{legal.world_size} ranks instead of {asked.world_size}")
     gives = f"DP {legal.dp}, EDP {legal.edp}"

@@ -12,7 +12,7 @@ vocabulary is divisible by TP without growing, so that it does not depend on the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
@@ -74,7 +74,8 @@ def validate_layout(sizes: Sizes, shape: ModelShape) -> Layout:
     """
     broken = _broken_rules(sizes, shape)
     if broken:
-        raise layout_error(broken, sizes, lambda other: not _broken_rules(other, shape))
+        is_legal, also = _suggestions(sizes, shape)
+        raise layout_error(broken, sizes, is_legal, also=also)
     return Layout.of(sizes)
 
 
@@ -105,6 +106,27 @@ def _broken_rules(sizes: Sizes, shape: ModelShape) -> list[BrokenRule]:
     if no_grid:  # the model's rules are about DP and EDP too, which do not exist then
         return [no_grid]
     return [broken for rule in _RULES if (broken := rule(sizes, shape)) is not None]
+
+
+def _suggestions(
+    asked: Sizes, shape: ModelShape
+) -> tuple[Callable[[Sizes], bool], Callable[[Sizes], str]]:
+    """Return which other sizes may be suggested, and with what flag besides.
+
+    More context parallelism than was asked for never is: only some attention has it. Sequence
+    parallelism goes with another TP, unless its lack is all that is wrong.
+    """
+    with_flag = replace(shape, sequence_parallel=True)
+    may_add = not shape.sequence_parallel and bool(_broken_rules(asked, with_flag))
+
+    def needs_flag(other: Sizes) -> bool:
+        return may_add and shape.num_experts is not None and other.tp > 1
+
+    def is_legal(other: Sizes) -> bool:
+        tried = with_flag if needs_flag(other) else shape
+        return other.cp <= asked.cp and not _broken_rules(other, tried)
+
+    return is_legal, lambda other: "--sequence-parallel" if needs_flag(other) else ""
 
 
 def _experts_over_ep(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:

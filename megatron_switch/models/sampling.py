@@ -11,6 +11,7 @@ text on every device, and ranks that hold the same logits agree without communic
 Shape letters: B sequences, S positions of the window, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,10 +43,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.temperature < 0.0:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):  # nan is neither
             raise ConfigError(
-                f"A temperature is at least 0 (0 takes the likeliest token), got --temperature "
-                f"{self.temperature}."
+                "A temperature is a number of at least 0 (0 takes the likeliest token), got "
+                f"--temperature {self.temperature}."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 from torch import Tensor
 
-from megatron_switch.moe.statistics import RoutingReport, row_width
+from megatron_switch.moe.statistics import RoutingReport, not_finite, row_width
 
 _STEP_KEYS = ("advanced iterations", "skipped iterations")
 _Phase = Literal["training", "evaluation"]
@@ -36,6 +36,7 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         num_experts: Experts in each of them.
         on_report: Called on every rank with (report, iteration) after each training step.
         layer_interval: Iterations between per-layer values in TensorBoard.
+        encoder_layers: Layers of the encoder, which are numbered first; 0 without one.
     """
 
     def __init__(
@@ -45,14 +46,39 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         *,
         on_report: Callable[[RoutingReport, int], None] | None = None,
         layer_interval: int = 10,
+        encoder_layers: int = 0,
     ) -> None:
         super().__init__()
+        self._encoder_layers = encoder_layers
         self._layer_numbers = layer_numbers
         self._row_of_layer = {number: row for row, number in enumerate(layer_numbers)}
         self._shape = (len(layer_numbers), row_width(num_experts))
         self._on_report = on_report
         self._layer_interval = layer_interval
         self._steps_before = (0, 0)
+        self._step_is_spoiled = False
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """1-based numbers of all layers with experts."""
+        return self._layer_numbers
+
+    @property
+    def step_is_spoiled(self) -> bool:
+        """Whether the step under way must not change a weight."""
+        return self._step_is_spoiled
+
+    def spoil_step(self) -> None:
+        """Let the optimizer leave the step under way out; until the next report."""
+        self._step_is_spoiled = True
+
+    def not_finite_layers(self) -> Tensor:
+        """Return in which layers this rank's routers saw infinity or NaN in the step under way.
+
+        Returns:
+            Shape (L,), bool, on the device; nothing waits for it.
+        """
+        return not_finite(self._rows("training", _device()))
 
     def record_row(self, layer_number: int, row: Tensor, *, training: bool) -> None:
         """Add one micro-batch's row of one layer (see ``statistics_row``)."""
@@ -85,6 +111,7 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         Returns:
             Text for the console line.
         """
+        self._step_is_spoiled = False
         if not self._layer_numbers:
             return ""
         report = self._summed("training")
@@ -115,14 +142,14 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         return values
 
     def _summed(self, phase: _Phase) -> RoutingReport:
-        # A pipeline stage without an MoE layer has recorded nothing.
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        recorded = self._rows(phase, device)
+        recorded = self._rows(phase, _device())
         rows = recorded.clone()
         recorded.zero_()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(rows)
-        return RoutingReport.of(rows.cpu(), self._layer_numbers)
+        return RoutingReport.of(
+            rows.cpu(), self._layer_numbers, encoder_layers=self._encoder_layers
+        )
 
     def _add_to_console(
         self, total_loss_dict: dict[str, Any] | None, scalars: dict[str, float]
@@ -157,22 +184,38 @@ def record_routing(layer_number: int, row: Tensor, *, training: bool) -> None:
         tracker.record_row(layer_number, row, training=training)
 
 
+def step_is_spoiled() -> bool:
+    """Return whether the active tracker, if it is ours, says that the step must be left out."""
+    tracker = get_moe_metrics_tracker()
+    return isinstance(tracker, SwitchMetricsTracker) and tracker.step_is_spoiled
+
+
 def console_text(report: RoutingReport) -> str:
-    """Return what a console line gains: drops, load and idle experts."""
+    """Return what a console line gains: drops and load, of each stack, and idle experts."""
+    parts = {f"{stack} ": part for stack, part in report.stacks().items()} or {"": report}
+    text = "".join(
+        f" {stack}dropped: {part.dropped:.4f} |"
+        f" {stack}expert load max/mean: {part.load_ratio:.2f} |"
+        for stack, part in parts.items()
+    )
     return (
-        f" dropped: {report.dropped:.4f} |"
-        f" expert load max/mean: {report.load_ratio:.2f} |"
+        f"{text}"
         f" experts below half: {report.experts_below_half} |"
         f" dead experts: {report.dead_experts} |"
     )
 
 
+def _device() -> torch.device | int | str:
+    """Return where rows lie on a rank that has recorded none: a stage without an MoE layer."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+
+
 def _named_by_layer(report: RoutingReport) -> dict[str, float]:
-    """Return per-layer values under Megatron's names, which count layers from 0."""
+    """Return per-layer values under Megatron's names, with the stack's where there are two."""
     return {
-        f"moe/{name}_layer_{number - 1}": value
+        f"moe/{name}_{layer}": value
         for name, values in report.per_layer().items()
-        for number, value in zip(report.layer_numbers, values, strict=True)
+        for layer, value in zip(report.layer_names(), values, strict=True)
     }
 
 

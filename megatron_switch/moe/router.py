@@ -13,7 +13,8 @@ Decisions:
   [S, B] layout.
 * Losses count tokens before any drop: over each sequence with capacity group ``sequence``, over
   the micro-batch otherwise. Each rank attaches its share; Megatron sums gradients over shards and
-  averages them over data-parallel ranks and micro-batches.
+  averages them over data-parallel ranks and micro-batches. With the loss counted per token a
+  micro-batch weighs as much as its tokens in the loss (:mod:`megatron_switch.moe.loss_tokens`).
 * Statistics are recorded once per micro-batch: in training where gradients are enabled, so that a
   recomputed layer records once, and in evaluation apart from training.
 * Like Megatron's routers it returns a pair whose second item says which experts were chosen; what
@@ -45,6 +46,7 @@ from megatron_switch.moe import counter
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.capacity_groups import CapacityGroups, Rows
 from megatron_switch.moe.initialization import init_router_weight_
+from megatron_switch.moe.loss_tokens import loss_tokens
 from megatron_switch.moe.losses import load_balancing_share, router_z_share
 from megatron_switch.moe.metrics import record_routing
 from megatron_switch.moe.routed import RoutedTokens
@@ -222,11 +224,14 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
             record_routing(self.layer_number, row, training=self.training)
         if not self.training:
             return routing
+        weight: Tensor | int = 1
+        if self.calculate_per_token_loss:  # Megatron divides these gradients by tokens in the loss
+            counted = loss_tokens()
+            weight = num_tokens if counted is None else counted
         coefficients = (self.get_aux_loss_coeff("aux_loss"), self.config.moe_z_loss_coeff)
         for coefficient, share in zip(coefficients, (balance_share, z_share), strict=True):
             if coefficient:
-                # With the loss counted per token, Megatron divides these gradients by tokens.
-                loss = coefficient * share * (num_tokens if self.calculate_per_token_loss else 1)
+                loss = coefficient * share * weight
                 gate_T = MoEAuxLossAutoScaler.apply(routing.gate_T, loss)
                 routing = replace(routing, gate_T=gate_T)
         return routing

@@ -11,12 +11,15 @@ from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.moe.switch_mlp import SwitchMLP
 
 
-def switch_mlp_spec(switch: SwitchConfig, *, seed: int) -> functools.partial[Any]:
+def switch_mlp_spec(
+    switch: SwitchConfig, *, seed: int, layers_before: int = 0
+) -> functools.partial[Any]:
     """Return a builder for ``submodules.mlp`` of a transformer layer spec.
 
     Args:
         switch: Switch settings, with dispatch mode resolved.
         seed: Seed of the initial weights.
+        layers_before: Layers of the model in front of the stack that the layer belongs to.
 
     Returns:
         Callable with the keyword arguments of Megatron's ``MlpBuilder`` protocol; it makes a
@@ -26,4 +29,6 @@ def switch_mlp_spec(switch: SwitchConfig, *, seed: int) -> functools.partial[Any
         experts=functools.partial(build_experts, switch=switch),
         router=functools.partial(SwitchRouter, switch=switch),
     )
-    return functools.partial(SwitchMLP, submodules=submodules, switch=switch, seed=seed)
+    return functools.partial(
+        SwitchMLP, submodules=submodules, switch=switch, seed=seed, layers_before=layers_before
+    )

@@ -5,8 +5,9 @@ many times more often the token goes there than tokens in general do,
 
     lift(t, e) = P(e | t) / P(e) = n(t, e) * N / (n(t) * n(e)).
 
-A lift of E, the number of experts, is the most that a balanced router can give: all of a token's
-occurrences go to one expert. Rare tokens reach it by chance, so only tokens seen often count.
+A lift of 1 / P(e) is the most that there can be: all of a token's occurrences go to the expert.
+Rare tokens reach it by chance, so only tokens seen often count; of tokens that reach it, or any
+other lift, together, the one that the expert gets more often comes first.
 
 Shape letters: T tokens observed, V vocabulary, E experts.
 """
@@ -25,6 +26,8 @@ class TokenLift:
     """Index in the vocabulary."""
     lift: float
     """How many times more often than tokens in general it goes to the expert."""
+    share: float
+    """Fraction of its occurrences that went to the expert, P(e | t)."""
     count: int
     """Occurrences that went to the expert."""
 
@@ -52,12 +55,19 @@ def highest_lifts(
     by_token_V1 = counts_VE.sum(dim=1, keepdim=True).clamp(min=1)
     by_expert_E = counts_VE.sum(dim=0).clamp(min=1)
     lift_VE = counts_VE.double() * len(token_T) / (by_token_V1 * by_expert_E)
+    share_VE = counts_VE.double() / by_token_V1
     best = []
     for expert in range(num_experts):
         candidates = [
-            TokenLift(int(vocabulary[v]), float(lift_VE[v, expert]), int(counts_VE[v, expert]))
+            TokenLift(
+                token=int(vocabulary[v]),
+                lift=float(lift_VE[v, expert]),
+                share=float(share_VE[v, expert]),
+                count=int(counts_VE[v, expert]),
+            )
             for v in torch.nonzero(often_V & (lift_VE[:, expert] > 1.0)).flatten().tolist()
         ]
-        candidates.sort(key=lambda one: (-one.lift, -one.count, one.token))
+        # For one expert the same order as that of lifts, and what is equal is so to the last bit.
+        candidates.sort(key=lambda one: (-one.share, -one.count, one.token))
         best.append(candidates[:num_tokens])
     return best

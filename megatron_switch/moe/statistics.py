@@ -14,7 +14,7 @@ Shape letters:
     L  layers with experts    E  experts    F  factors on the ladder
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ _WIDTHS = (2, 3, len(LADDER))
 def row_width(num_experts: int) -> int:
     """Return the number of columns of a row of statistics."""
     return sum(_WIDTHS) + num_experts
+
+
+def not_finite(rows: Tensor) -> Tensor:
+    """Return for each row whether a router saw infinity or NaN: bool, on the rows' device.
+
+    Args:
+        rows: Sums of rows of statistics, shape (L, row_width(E)).
+    """
+    z_loss_L = rows[:, 1]  # a sum of squared logsumexps
+    return ~z_loss_L.isfinite()
 
 
 def statistics_row(
@@ -65,7 +75,7 @@ class RoutingReport:
     """Routing of all sparse layers over one training step or one evaluation."""
 
     layer_numbers: tuple[int, ...]
-    """1-based numbers of the layers with experts."""
+    """1-based numbers of the layers with experts; an encoder's come first."""
     balance_loss_L: Tensor
     """Load-balancing loss of each layer, coefficient not applied; balanced = 1.0."""
     z_loss_L: Tensor
@@ -78,14 +88,19 @@ class RoutingReport:
     """Fraction that would find no slot at each factor of :data:`LADDER`."""
     load_LE: Tensor
     """Fraction of a layer's tokens that chose each expert; rows sum to 1 where tokens came."""
+    encoder_layers: int = 0
+    """Layers of the encoder, sparse or not; 0 where there is one stack."""
 
     @classmethod
-    def of(cls, rows: Tensor, layer_numbers: tuple[int, ...]) -> "RoutingReport":
+    def of(
+        cls, rows: Tensor, layer_numbers: tuple[int, ...], *, encoder_layers: int = 0
+    ) -> "RoutingReport":
         """Turn summed rows into means and fractions.
 
         Args:
             rows: Sums over all ranks and micro-batches: float64 on CPU, (L, row_width(E)).
             layer_numbers: 1-based number of each row's layer.
+            encoder_layers: Layers of the encoder, which are numbered first.
         """
         num_experts = rows.shape[1] - sum(_WIDTHS)
         losses, counts, ladder, load = torch.split(rows, [*_WIDTHS, num_experts], dim=1)
@@ -100,6 +115,39 @@ class RoutingReport:
             dropped_L=dropped / divisor,
             ladder_LF=ladder / divisor[:, None],
             load_LE=load / divisor[:, None],
+            encoder_layers=encoder_layers,
+        )
+
+    def stacks(self) -> dict[str, "RoutingReport"]:
+        """Return the reports of encoder and decoder; nothing where there is one stack."""
+        if not self.encoder_layers:
+            return {}
+        numbers = torch.tensor(self.layer_numbers)
+        masks = {
+            "encoder": numbers <= self.encoder_layers,
+            "decoder": numbers > self.encoder_layers,
+        }
+        return {name: self._of_layers(mask_L) for name, mask_L in masks.items() if mask_L.any()}
+
+    def _of_layers(self, mask_L: Tensor) -> "RoutingReport":
+        picked = {
+            field.name: getattr(self, field.name)[mask_L]
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        numbers = torch.tensor(self.layer_numbers)[mask_L]
+        return replace(self, **picked, layer_numbers=tuple(numbers.tolist()), encoder_layers=0)
+
+    def layer_names(self) -> tuple[str, ...]:
+        """Return a name for each layer; like Megatron's they count from 0, in each stack anew."""
+        depth = self.encoder_layers
+        if not depth:
+            return tuple(f"layer_{number - 1}" for number in self.layer_numbers)
+        return tuple(
+            f"encoder_layer_{number - 1}"
+            if number <= depth
+            else f"decoder_layer_{number - depth - 1}"
+            for number in self.layer_numbers
         )
 
     @property
@@ -138,7 +186,16 @@ class RoutingReport:
         return int((self.load_LE == 0).sum())
 
     def scalars(self) -> dict[str, float]:
-        """Return the values that are logged each iteration, by name."""
+        """Return the values that are logged each iteration, by name.
+
+        With two stacks those of each follow, under names that begin with the stack's.
+        """
+        whole = self._scalars()
+        for stack, report in self.stacks().items():
+            whole |= {f"{stack}_{name}": value for name, value in report._scalars().items()}
+        return whole
+
+    def _scalars(self) -> dict[str, float]:
         return {
             "load_balancing_loss": self.balance_loss,
             "z_loss": self.z_loss,

@@ -21,17 +21,27 @@ _NUM_BYTES = 8
 
 def set_step_key(key: int) -> None:
     """Make ``key`` (a signed 64-bit integer) the key of the micro-batch that starts now."""
-    tracker = get_cuda_rng_tracker()
-    states = tracker.get_states()
-    key_bytes = key.to_bytes(_NUM_BYTES, "little", signed=True)
-    with unset_fake_temporarily():  # readable also where all other tensors are fake
-        states[_NAME] = torch.tensor(list(key_bytes), dtype=torch.uint8, device="cpu")
-    tracker.set_states(states)
+    carry(_NAME, key)
 
 
 def step_key() -> int:
     """Return the key of the micro-batch whose forward pass runs now, 0 if none was set."""
-    state = get_cuda_rng_tracker().get_states().get(_NAME)
+    return carried(_NAME)
+
+
+def carry(name: str, number: int) -> None:
+    """Put a signed 64-bit integer among the tracker's states, under a name of its own."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    number_bytes = number.to_bytes(_NUM_BYTES, "little", signed=True)
+    with unset_fake_temporarily():  # readable also where all other tensors are fake
+        states[name] = torch.tensor(list(number_bytes), dtype=torch.uint8, device="cpu")
+    tracker.set_states(states)
+
+
+def carried(name: str) -> int:
+    """Return the number carried under ``name`` by the states in force, 0 if there is none."""
+    state = get_cuda_rng_tracker().get_states().get(name)
     if state is None:
         return 0
     return int.from_bytes(bytes(state.tolist()), "little", signed=True)

@@ -33,12 +33,14 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
     Args:
         config: Megatron's transformer configuration.
         submodules: Builders of router and experts, from :mod:`megatron_switch.moe.spec`.
-        layer_number: 1-based number of the layer in the whole model, if known already.
+        layer_number: 1-based number of the layer in its stack, if known already.
         pg_collection: Process groups.
         is_mtp_layer: Whether the layer belongs to multi-token prediction; refused.
         name: Name of the module in the model.
         switch: Switch settings, with device and dispatch mode resolved.
         seed: Seed of the initial weights.
+        layers_before: Layers of the model in front of its stack, which are numbered first: those of
+            the encoder for a decoder's layer.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         *,
         switch: SwitchConfig,
         seed: int,
+        layers_before: int = 0,
     ) -> None:
         _refuse_unsupported(config, switch, is_mtp_layer)
         if pg_collection is None:
@@ -66,13 +69,17 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         )
         self.switch = switch
         self._seed = seed
+        self._layers_before = layers_before
         self.token_dispatcher: Dispatcher = build_dispatcher(config, switch, pg_collection)
         if layer_number is not None:
             self.set_layer_number(layer_number)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Take the layer's number in the whole model, and draw the initial weights under it."""
-        super().set_layer_number(layer_number)
+        """Take the layer's number in its stack, and draw the initial weights.
+
+        From here on the layer bears its number in the whole model.
+        """
+        super().set_layer_number(self._layers_before + layer_number)
         if self.config.perform_initialization:
             self.reset_parameters()
 
@@ -184,4 +191,10 @@ def _refuse_unsupported(
             f"--moe-input-jitter-eps is {config.moe_input_jitter_eps}, --switch-expert-dropout "
             f"{switch.expert_dropout}. Set both to 0, or leave --cuda-graph-impl "
             f"{config.cuda_graph_impl} out."
+        )
+    if config.calculate_per_token_loss and config.cuda_graph_impl != "none":
+        raise ConfigError(
+            "A captured CUDA graph would weigh every micro-batch's router losses by the tokens of "
+            "one. Leave --calculate-per-token-loss out, or --cuda-graph-impl "
+            f"{config.cuda_graph_impl}."
         )

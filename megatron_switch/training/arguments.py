@@ -22,6 +22,7 @@ from megatron.training.arguments import parse_args
 
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import ConfigError
+from megatron_switch.layout.model_flags import model_file, model_names
 from megatron_switch.recipes import RECIPES
 from megatron_switch.training.flag_classes import fixed_defaults
 
@@ -112,7 +113,7 @@ def _model_words(argv: Sequence[str], flags: Mapping[str, Action]) -> list[str]:
     name = _early("--switch-model", argv)
     if name is None:
         return []
-    path = Path(name)
+    path = model_file(name)
     model = {"--" + key.lstrip("-").replace("_", "-"): v for key, v in _read_model(path).items()}
     unknown = sorted(set(model) - set(flags))
     if unknown:
@@ -145,7 +146,8 @@ def _read_model(path: Path) -> dict[str, object]:
         flags = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"--switch-model names a JSON file of Megatron flags; {path} does not exist."
+            f"--switch-model names a model ({', '.join(model_names())}) or a JSON file of Megatron "
+            f"flags; {path} is neither."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -10,6 +10,7 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.model_size import (
     GPTShape,
+    T5Shape,
     active_parameters,
     stage_parameters,
     total_parameters,
@@ -51,24 +52,37 @@ def banner(
         parts.append(f"set to suit {' '.join(set_here)}")
     parts.append(f"log         {log_text}")
     table = start_up_text(
-        layout, num_experts=args.num_experts, ranks_per_node=min(ranks_per_node, args.world_size)
+        layout,
+        num_experts=args.num_experts,
+        ranks_per_node=min(ranks_per_node, args.world_size),
+        nodes_per_leaf=switch.nodes_per_leaf,
     )
     return "\n".join(parts) + f"\n\n{table}\n"
 
 
 def _model(args: Namespace, layout: Layout, sparse_layers: tuple[int, ...]) -> str:
     shape = gpt_shape(args, sparse_layers)
-    kinds = f"all {args.num_layers} dense"
-    if sparse_layers:
-        dense = [n for n in range(1, args.num_layers + 1) if n not in sparse_layers]
-        kinds = f"sparse {_ranges(sparse_layers)}; dense {_ranges(tuple(dense)) or 'none'}"
+    layers = _stack(args.num_layers, sparse_layers)
+    if isinstance(shape, T5Shape):
+        layers = (
+            f"t5, encoder of {_stack(shape.encoder_layers, shape.encoder_sparse_layers)}, decoder "
+            f"of {_stack(shape.num_layers, shape.sparse_layers)}"
+        )
     experts = f", {args.num_experts} experts" if sparse_layers else ""
     return (
-        f"model       {args.num_layers} layers ({kinds}), width {args.hidden_size}{experts}\n"
+        f"model       {layers}, width {args.hidden_size}{experts}\n"
         f"parameters  {count_text(total_parameters(shape).total)} in all, "
         f"{count_text(active_parameters(shape))} active for a token"
         f"{_on_a_rank(args, shape, layout)}"
     )
+
+
+def _stack(num_layers: int, sparse_layers: tuple[int, ...]) -> str:
+    kinds = f"all {num_layers} dense"
+    if sparse_layers:
+        dense = [n for n in range(1, num_layers + 1) if n not in sparse_layers]
+        kinds = f"sparse {_ranges(sparse_layers)}; dense {_ranges(tuple(dense)) or 'none'}"
+    return f"{num_layers} layers ({kinds})"
 
 
 def _on_a_rank(args: Namespace, shape: GPTShape, layout: Layout) -> str:
@@ -127,6 +141,8 @@ def _device(args: Namespace, device: str) -> str:
 
 def gpt_shape(args: Namespace, sparse_layers: tuple[int, ...]) -> GPTShape:
     """Return what decides the number of parameters, from validated arguments."""
+    if args.switch_arch == "t5":
+        return _t5_shape(args, sparse_layers)
     learned = args.position_embedding_type == "learned_absolute"
     return GPTShape(
         num_layers=args.num_layers,
@@ -146,6 +162,26 @@ def gpt_shape(args: Namespace, sparse_layers: tuple[int, ...]) -> GPTShape:
         qkv_bias=args.add_qkv_bias,
         norm=args.normalization,
         qk_norm=args.qk_layernorm,
+    )
+
+
+def _t5_shape(args: Namespace, sparse_layers: tuple[int, ...]) -> T5Shape:
+    depth = args.num_layers  # the encoder's, whose layers are numbered first
+    return T5Shape(
+        num_layers=args.decoder_num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size if sparse_layers else None,
+        num_experts=args.num_experts or 0,
+        sparse_layers=tuple(number - depth for number in sparse_layers if number > depth),
+        padded_vocab_size=args.padded_vocab_size,
+        tied_head=not args.untie_embeddings_and_output_weights,
+        gated=args.switch_activation == "gated-gelu",
+        encoder_layers=depth,
+        encoder_sparse_layers=tuple(number for number in sparse_layers if number <= depth),
+        relative_buckets=args.relative_attention_num_buckets,
     )
 
 

@@ -1,33 +1,36 @@
 """One micro-batch: from the data set to the loss.
 
-The batch is read by the first rank of each tensor-parallel group and handed to the others, by
-Megatron's own functions. The forward step also names the micro-batch to the Switch layers, whose
-noise is keyed by it: the number of a micro-batch in its global batch is the same in every layout
-with the same micro-batch size.
+Which part of a batch a rank gets is the matter of :mod:`megatron_switch.training.micro_batch`. The
+forward step also names the micro-batch to the Switch layers, whose noise is keyed by it: the number
+of a micro-batch in its global batch is the same in every layout with the same micro-batch size.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.utils import (
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
+from megatron_switch.data.padding import (
+    PADDING_MASK,
+    EvenDataset,
+    MaskedGPTDataset,
+    MaskedMockGPTDataset,
+)
 from megatron_switch.moe.counter import mix
+from megatron_switch.moe.loss_tokens import set_loss_tokens
 from megatron_switch.moe.step_key import set_step_key
-
-_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+from megatron_switch.training.micro_batch import LOSS_TOKENS, read_micro_batch, reads_data
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
@@ -42,10 +45,67 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
         The three data sets; one is None where its split is empty.
     """
     args = get_args()
+    train, validation, test = text_datasets(
+        num_samples, vp_stage, sequence_length=args.seq_length, extra_token=True
+    )
+    if args.full_validation:  # of several sets, or it is refused
+        replicas = parallel_state.get_data_parallel_world_size()
+        validation = [EvenDataset(each, replicas) for each in validation]
+    return train, validation, test
+
+
+# The builder meets all ranks at a barrier, so Megatron must call it on every rank.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def text_datasets(
+    num_samples: list[int], vp_stage: int | None, *, sequence_length: int, extra_token: bool
+) -> Any:
+    """Build Megatron's data sets of texts, cut to a length.
+
+    Args:
+        num_samples: Least number of samples of each.
+        vp_stage: As for :func:`datasets_provider`.
+        sequence_length: Tokens of a sample.
+        extra_token: Whether labels are a sample's tokens one place further on.
+
+    Returns:
+        The three data sets; one is None where its split is empty.
+    """
+    return build_datasets(
+        get_args(),
+        get_tokenizer(),
+        num_samples,
+        partial(reads_data, vp_stage),
+        sequence_length=sequence_length,
+        extra_token=extra_token,
+    )
+
+
+def build_datasets(
+    args: Namespace,
+    tokenizer: Any,
+    num_samples: list[int],
+    is_built_here: Callable[[], bool],
+    *,
+    sequence_length: int,
+    extra_token: bool,
+) -> Any:
+    """Build the data sets that arguments name, without Megatron's global state.
+
+    Args:
+        args: Megatron's arguments.
+        tokenizer: What Megatron makes of them.
+        num_samples: Least number of samples of each.
+        is_built_here: Whether this rank reads data; all ranks must call.
+        sequence_length: Tokens of a sample.
+        extra_token: Whether labels are a sample's tokens one place further on.
+    """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
-        sequence_length=args.seq_length,
+        sequence_length=sequence_length,
+        add_extra_token_to_sequence=extra_token,
         blend=blend,
         blend_per_split=blend_per_split,
         split=args.split,
@@ -54,7 +114,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
-        tokenizer=get_tokenizer(),
+        tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
@@ -63,21 +123,11 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
     return BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset,
+        MaskedMockGPTDataset if args.mock_data else MaskedGPTDataset,
         num_samples,
-        partial(_reads_data, vp_stage),
+        is_built_here,
         config,
     ).build()
-
-
-# The builder meets all ranks at a barrier, so Megatron must call it on every rank.
-datasets_provider.is_distributed = True  # type: ignore[attr-defined]
-
-
-def _reads_data(vp_stage: int | None) -> bool:
-    first: bool = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-    last: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    return (first or last) and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 class ForwardStep:
@@ -106,17 +156,20 @@ class ForwardStep:
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         if not model.training:
             self._note_evaluation(data_iterator, vp_stage)
-        batch = _read_batch(data_iterator, vp_stage, training=model.training)
+        batch = read_micro_batch(data_iterator, vp_stage, training=model.training)
         if self._keyed and model.training:
             set_step_key(self._micro_batch_key(vp_stage))
+        if batch[LOSS_TOKENS] is not None:
+            set_loss_tokens(batch[LOSS_TOKENS])
         output = model(
             batch["tokens"],
             batch["position_ids"],
             batch["attention_mask"],
             labels=batch["labels"],
             loss_mask=batch["loss_mask"],
+            padding_mask=batch[PADDING_MASK],
         )
-        return output, partial(masked_loss, batch["loss_mask"])
+        return output, over_context_ranks(partial(masked_loss, batch["loss_mask"]))
 
     def evaluated_split(self) -> int:
         """Return what the last evaluation read: 0 the validation data, 1 the test data.
@@ -170,40 +223,23 @@ def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor) -> tuple[Tensor, Tensor, 
     return total, num_tokens, {"lm loss": logged}
 
 
-def _read_batch(
-    data_iterator: Iterator[Any], vp_stage: int | None, *, training: bool
-) -> dict[str, Any]:
-    """Return this rank's part of the next micro-batch; None for what its stage does not need."""
-    args = get_args()
-    micro_batch_size = args.micro_batch_size if training else args.eval_micro_batch_size
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    if not (first or last):
-        return dict.fromkeys(_KEYS)
-    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-    batch: dict[str, Any] = {}
-    if tensor_rank == 0:
-        sample = next(data_iterator)
-        batch = {
-            key: sample[key].cuda(non_blocking=True) if key in sample else None for key in _KEYS
-        }
-    batch = get_batch_on_this_tp_rank(
-        batch,
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
-        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
-        tp_rank=tensor_rank,
-        micro_batch_size=micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=first,
-        is_pipeline_last_stage=last,
-    )
-    batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
-    return {key: batch.get(key) for key in _KEYS}
+def over_context_ranks(loss: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Let a loss be the mean over a whole micro-batch, whichever context ranks hold it.
+
+    Unless the loss is counted per token, Megatron divides a rank's sum by the rank's own tokens and
+    averages over ranks. Context ranks hold parts of one micro-batch, and its mean is not the mean
+    of theirs where they have unequal numbers of tokens in the loss.
+
+    Args:
+        loss: What :func:`masked_loss` gives, for the part of this rank.
+    """
+    size = parallel_state.get_context_parallel_world_size()
+    if size <= 1 or get_args().calculate_per_token_loss:
+        return loss
+
+    def whole_loss(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total, num_tokens, logged = loss(loss_BS)
+        dist.all_reduce(num_tokens, group=parallel_state.get_context_parallel_group())
+        return total * size, num_tokens, logged
+
+    return whole_loss

@@ -2,24 +2,22 @@
 
 from argparse import Namespace
 from collections.abc import Collection
-from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
-from megatron.training import get_tokenizer
 
 from megatron_switch.config import SwitchConfig
-from megatron_switch.data.check import check_indexed_dataset
-from megatron_switch.data.splits import check_splits
-from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.validation import ModelShape, validate_layout, virtual_stages
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.training.arguments import CommandLine
 from megatron_switch.training.banner import has_uneven_stages
+from megatron_switch.training.data_checks import check_data_flags
 from megatron_switch.training.flag_classes import check_megatron_flags, ignored_flags
+from megatron_switch.training.t5_arguments import check_t5, reads_pairs
 from megatron_switch.upstream import check_version
 
 _REQUIRED = (
@@ -30,12 +28,25 @@ _REQUIRED = (
     "max_position_embeddings",
     "micro_batch_size",
 )
-_ALSO_DENSE = ("device", "run_dir", "metrics_file", "metrics_interval", "model", "recipe")
+_ALSO_DENSE = (
+    "arch",
+    "activation",
+    "device",
+    "nodes_per_leaf",
+    "run_dir",
+    "metrics_file",
+    "metrics_interval",
+    "model",
+    "recipe",
+    "span_density",
+    "span_length",
+)
+_SPAN_FLAGS = ("switch_span_density", "switch_span_length")
+_T5_FLAGS = ("switch_activation", "switch_decoder_layer_freq", *_SPAN_FLAGS)
 _ROUNDING_FLAGS = ("switch_min_capacity", "switch_capacity_rounding")
 _FACTOR_FLAGS = ("moe_expert_capacity_factor", "switch_eval_capacity_factor", *_ROUNDING_FLAGS)
 _DROP_FLAGS = ("switch_drop_order", *_ROUNDING_FLAGS)
 _EXCESS = 4  # a buffer this many times larger than the memory is a slip of the pen
-_FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 
 def check_before_megatron(
@@ -50,12 +61,18 @@ def check_before_megatron(
     """
     check_version()
     args = line.args
-    _check_sources(args)
+    check_data_flags(args)
     _check_required(args)
+    _check_batch_growth(args)
     _check_model(args)
+    if args.switch_arch == "t5":
+        check_t5(args)
     ignored = ignored_switch_flags(args, switch, line.explicit)
     notes = []
+    if args.save_interval is not None and args.save is None:
+        notes.append("--save-interval has no effect: there is no --save and no --switch-run-dir.")
     if args.num_experts:
+        notes += _check_nonfinite(args, switch)
         check_megatron_flags(args)
         _check_capacity(args, switch, device)
         ignored |= ignored_flags(line.explicit)
@@ -78,11 +95,16 @@ def ignored_switch_flags(
         explicit: Attributes whose flag stood on the command line.
     """
     idle: dict[str, str] = {}
+    if args.switch_arch != "t5":
+        idle |= dict.fromkeys(_T5_FLAGS, "it is for --switch-arch t5.")
+    elif reads_pairs(args):
+        idle |= dict.fromkeys(_SPAN_FLAGS, "the data are pairs of texts.")
     if not args.num_experts:
         reason = "without --num-experts every layer is dense."
         kept = {"switch_" + name for name in _ALSO_DENSE}
         names = [n for n in explicit if n.startswith("switch_") and n not in kept]
-        return {_flag(name): reason for name in sorted(names)}
+        idle = {name: why for name, why in idle.items() if name in explicit}
+        return {_flag(name): idle.get(name, reason) for name in sorted({*names, *idle})}
     if switch.capacity is not None:
         idle |= dict.fromkeys(_FACTOR_FLAGS, f"--switch-capacity {switch.capacity} is absolute.")
     elif _never_drops(args, switch):
@@ -128,42 +150,6 @@ def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
     return validate_layout(sizes, shape)
 
 
-def check_data(args: Namespace) -> None:
-    """Check the indexed files that training will read, on the first rank.
-
-    Raises:
-        DataError: A file is missing, damaged, or holds tokens outside the vocabulary.
-    """
-    if args.mock_data or args.rank != 0:
-        return
-    for prefix in _prefixes(args):
-        facts = check_indexed_dataset(prefix, vocab_size=get_tokenizer().vocab_size)
-        if args.split is not None and prefix in (args.data_path or []):
-            check_splits(prefix, facts.sequences, args.split)
-
-
-def _check_sources(args: Namespace) -> None:
-    if not (args.mock_data or _prefixes(args) or _listed_elsewhere(args)):
-        raise DataError(
-            "There is nothing to train on: no --data-path was given. Prepare text with "
-            "'megatron-switch prepare' (--stdlib needs no files at all) and pass the --data-path "
-            "it prints, or train on random numbers with --mock-data."
-        )
-    if args.tokenizer_type is None:
-        raise DataError(
-            "There is no tokenizer: --tokenizer-type was not given. 'megatron-switch prepare' "
-            "prints the flags that fit its data; with --mock-data use --tokenizer-type "
-            "NullTokenizer --vocab-size N."
-        )
-    if args.tokenizer_type in _FILE_TOKENIZERS and not (
-        args.tokenizer_model and Path(args.tokenizer_model).is_file()
-    ):
-        raise DataError(
-            f"--tokenizer-type {args.tokenizer_type} reads a model file, and --tokenizer-model "
-            f"{args.tokenizer_model} is none. Give the file that the data were prepared with."
-        )
-
-
 def _check_required(args: Namespace) -> None:
     missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
     if not args.skip_train:
@@ -173,6 +159,16 @@ def _check_required(args: Namespace) -> None:
         raise ConfigError(
             f"A model and its training need more flags than were given: {', '.join(missing)}. Add "
             "them, or name a JSON file that holds the model's with --switch-model."
+        )
+
+
+def _check_batch_growth(args: Namespace) -> None:
+    """Refuse a flag that Megatron 0.19.2 reads and leaves without effect."""
+    if args.rampup_batch_size is not None:
+        words = " ".join(map(str, args.rampup_batch_size))
+        raise ConfigError(
+            f"Megatron no longer grows the batch by --rampup-batch-size, got {words}: every batch "
+            "would be of full size. Use --step-batch-size-schedule."
         )
 
 
@@ -201,6 +197,21 @@ def _never_drops(args: Namespace, switch: SwitchConfig) -> bool:
     return switch.capacity is None and all(factor is None or factor < 0 for factor in factors)
 
 
+def _check_nonfinite(args: Namespace, switch: SwitchConfig) -> list[str]:
+    """Return what is to be said of ``--switch-nonfinite`` where whole iterations are captured."""
+    if args.cuda_graph_impl != "full_iteration" or switch.nonfinite == "ignore":
+        return []
+    if switch.nonfinite == "skip":
+        raise ConfigError(
+            "A step that is captured whole in a CUDA graph cannot be left out: got "
+            "--switch-nonfinite skip and --cuda-graph-impl full_iteration. Change either."
+        )
+    return [
+        "Router logits are not looked at in iterations that are captured whole (--cuda-graph-impl "
+        "full_iteration); this is --switch-nonfinite ignore."
+    ]
+
+
 def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> None:
     if args.moe_expert_capacity_factor == 0:
         raise ConfigError(
@@ -209,7 +220,7 @@ def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda
         )
     if switch.dispatch != "padded":
         return  # packed buffers hold tokens that exist, whatever the capacity
-    tokens = args.micro_batch_size * args.seq_length
+    tokens = args.micro_batch_size * max(args.seq_length, args.decoder_seq_length or 0)
     capacity = switch.capacity or expert_capacity(
         tokens,
         args.num_experts,
@@ -243,21 +254,3 @@ def _virtual_stages(args: Namespace) -> int | None:
             args.num_layers_per_virtual_pipeline_stage,
         )
     return stages
-
-
-def _prefixes(args: Namespace) -> list[str]:
-    """Return the path prefixes named on the command line, without blending weights."""
-    named = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
-    return [word for words in named for word in words or [] if not _is_weight(word)]
-
-
-def _listed_elsewhere(args: Namespace) -> bool:
-    return args.data_args_path is not None or args.per_split_data_args_path is not None
-
-
-def _is_weight(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

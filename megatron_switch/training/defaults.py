@@ -14,6 +14,7 @@ from typing import Literal
 from megatron_switch.errors import ConfigError
 from megatron_switch.models.gpt import switch_layer_pattern
 from megatron_switch.training.arguments import CommandLine
+from megatron_switch.training.t5_arguments import fill_t5
 
 
 def fill_defaults(line: CommandLine, device: Literal["cuda", "cpu"]) -> tuple[str, ...]:
@@ -30,8 +31,12 @@ def fill_defaults(line: CommandLine, device: Literal["cuda", "cpu"]) -> tuple[st
         ConfigError: An explicit flag needs something that is not here.
     """
     set_here = _Setter(line)
+    if line.args.switch_arch == "t5":
+        fill_t5(line)
     if line.args.num_experts:
         _fill_model(line)
+        if line.args.switch_nonfinite == "skip":  # Megatron's check would end the run
+            set_here("check_for_nan_in_loss_and_grad", False, "--no-check-for-nan-in-loss-and-grad")
     if device == "cpu":
         _fill_cpu(line, set_here)
     have_apex = has_apex()
@@ -87,6 +92,10 @@ def _fill_model(line: CommandLine) -> None:
     if "moe_layer_freq" not in line.explicit and args.num_layers is not None:
         # An integer frequency N means layers 0, N, 2N, ... to Megatron; Switch starts at 1.
         args.moe_layer_freq = switch_layer_pattern(args.num_layers)
+    if args.switch_recipe == "megatron" and "switch_eval_capacity_factor" not in line.explicit:
+        # Megatron knows one factor, and takes it in evaluation too; None drops nothing.
+        given = args.moe_expert_capacity_factor
+        args.switch_eval_capacity_factor = -1.0 if given is None else given
 
 
 def _fill_cpu(line: CommandLine, set_here: _Setter) -> None:

@@ -2,7 +2,12 @@
 
 Nothing here is special to the demo except the sizes: it does what the commands of a user would do,
 trains in a process of its own, and then shows what the output holds. The corpus is the running
-Python's standard library, so nothing is downloaded.
+Python's standard library, so nothing is downloaded. Where no terminal shows a bar, a line now and
+then says how far it is. Training that was stopped before its end is not looked at: what was saved
+can be continued, and the exit code is 1.
+
+Megatron is imported only to look inside: it sets up logging, which would make the preparation
+talk, and a help text need not wait for it.
 """
 
 import json
@@ -15,17 +20,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_switch.data import prepare
 from megatron_switch.errors import SwitchError
-from megatron_switch.training import experts, generation
 from megatron_switch.training.process_memory import PeakMemory
 
 NUM_RANKS = 4
 _POLL_S = 0.5
+_ITERATIONS_A_LINE = 20  # where there is no terminal for a bar
+_S_PER_ITERATION, _S_AROUND = 1.3, 60.0  # measured on two cores, with the vocabulary's default size
 _MODEL_FLAGS = """
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128
     --max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm
@@ -41,6 +46,7 @@ _TRAINING_FLAGS = """
     --attention-dropout 0 --eval-interval 1000 --eval-iters 4 --split 98,1,1 --log-interval 10
 """
 _BAR_WIDTH = 28
+_STOPPED = 1  # exit code
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,7 +62,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Prepare, train, report; returns the exit code."""
     screen = Console()
-    torch.set_num_threads(1)  # matrices this small gain nothing from waiting for other threads
     data, folder = args.output / "data", args.output / "run"
     args.output.mkdir(parents=True, exist_ok=True)
     screen.rule("1. Text: the Python standard library")
@@ -71,16 +76,33 @@ def run(args: Namespace) -> int:
     screen.rule(f"2. Training: {NUM_RANKS} ranks, TP 2 with sequence parallel, EP 2, DP 2")
     seconds, peak_bytes = _train(flags, folder, args.iterations, screen)
     records = read_metrics(folder / "metrics.jsonl")
+    if stop := stopped_early(records, args.iterations, folder):
+        print(f"\n{stop}", file=sys.stderr)
+        return _STOPPED
     screen.rule("3. What happened")
     screen.print(summary(records, seconds=seconds, peak_bytes=peak_bytes), highlight=False)
     screen.print(health_bars(records), highlight=False)
-    screen.rule("4. What each expert learned")
-    experts.run(["--load", str(folder)])
-    screen.rule("5. A sample")
-    generation.run(["--load", str(folder), "--prompt", args.prompt, "--num-tokens", "80"])
+    _look_inside(folder, args.prompt, screen)
     screen.rule("Where everything is")
     screen.print(_places(data, folder), highlight=False)
     return 0
+
+
+def stopped_early(records: list[dict[str, Any]], iterations: int, folder: Path) -> str:
+    """Return how to go on with training that was stopped before its end, "" when it was not.
+
+    Args:
+        records: Its metrics.
+        iterations: Where it was to end.
+        folder: Its run folder.
+    """
+    done = max((record["iteration"] for record in records if record["kind"] == "train"), default=0)
+    if done >= iterations:
+        return ""
+    return (
+        f"Training was stopped at iteration {done} of {iterations}. The same command goes on from "
+        f"what it saved and shows the rest; {folder / 'resume.sh'} only trains."
+    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -128,10 +150,30 @@ def _prepare(*words: str) -> None:
     prepare.run(parser.parse_args(words))
 
 
+def _look_inside(folder: Path, prompt: str, screen: Console) -> None:
+    """Show what each expert prefers and a sample, as the commands of a user would."""
+    import torch
+
+    from megatron_switch.training import experts, generation
+
+    torch.set_num_threads(1)  # matrices this small gain nothing from waiting for other threads
+    screen.rule("4. What each expert learned")
+    experts.run(["--load", str(folder)])
+    screen.rule("5. A sample")
+    generation.run(["--load", str(folder), "--prompt", prompt, "--num-tokens", "80"])
+
+
 def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> tuple[float, int]:
     """Train in processes of their own; return seconds and the most memory that they held."""
     log_path = folder.parent / "train.log"
     command = _command("launch-local", "-n", str(NUM_RANKS), *flags)
+    minutes = (iterations * _S_PER_ITERATION + _S_AROUND) / 60
+    screen.print(
+        f"{iterations} iterations take about {minutes:.0f} minutes on 2 cores; follow with:\n"
+        f"  tail -f {shlex.quote(str(log_path))}",
+        highlight=False,
+        soft_wrap=True,
+    )
     started = time.monotonic()
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -142,10 +184,15 @@ def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> 
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=screen) as progress:
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as progress:
         task = progress.add_task("starting", total=iterations)
+        next_line = 0
         for record in _follow(process, folder / "metrics.jsonl", memory):
-            progress.update(task, completed=record["iteration"], description=_progress_text(record))
+            done, text = record["iteration"], _progress_text(record)
+            progress.update(task, completed=done, description=text)
+            if not screen.is_terminal and done >= next_line:
+                screen.print(f"iteration {done}/{iterations}  {text}", highlight=False)
+                next_line = (done // _ITERATIONS_A_LINE + 1) * _ITERATIONS_A_LINE
     if process.returncode != 0:
         print(log_path.read_text(encoding="utf-8"), file=sys.stderr)
         raise SwitchError(

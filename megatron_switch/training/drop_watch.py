@@ -66,8 +66,10 @@ class CapacityFacts:
             num_sparse_layers: Sparse layers in the whole model.
         """
         shards = args.tensor_model_parallel_size * args.context_parallel_size
-        tokens = args.seq_length * args.micro_batch_size
-        group_tokens = args.seq_length if switch.capacity_group == "sequence" else tokens
+        # Of a t5's two stacks the one with fewer tokens: its groups drop more by chance alone.
+        length = min(args.seq_length, args.decoder_seq_length or args.seq_length)
+        tokens = length * args.micro_batch_size
+        group_tokens = length if switch.capacity_group == "sequence" else tokens
         if switch.capacity_group == "ep":
             expert_ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
             group_tokens = tokens // shards * expert_ranks

@@ -5,10 +5,8 @@ layer's choices are counted against the tokens that it chose for.
 """
 
 import sys
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,8 @@ from megatron_switch.moe.routed import RoutedTokens
 from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.moe.specialisation import TokenLift, highest_lifts
 from megatron_switch.training.console import Console
+from megatron_switch.training.model import sparse_layers
+from megatron_switch.training.parsers import experts_parser
 from megatron_switch.training.trained_model import TrainedModel, open_trained_model
 
 
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: The checkpoint, its data or the flags cannot be used.
     """
-    own, flags = _parser().parse_known_args(list(argv))
+    own, flags = experts_parser().parse_known_args(list(argv))
     if own.load is None:
         raise ConfigError(
             "There is no model: --load was not given. Name a checkpoint folder, or the "
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
             num_tokens=own.num_tokens,
             min_count=own.min_count,
         )
-        table = expert_table(model, lifts, expert_T)
+        table = expert_table(model, lifts, expert_T, min_count=own.min_count)
     Screen(file=screen).print(table)
     return 0
 
@@ -75,6 +75,11 @@ def observe(model: TrainedModel, num_sequences: int) -> tuple[Tensor, Tensor]:
         ConfigError: The model has no experts, or is spread over ranks.
         DataError: The data that the checkpoint names cannot be read.
     """
+    if model.answers:
+        raise ConfigError(
+            "The experts of an encoder-decoder (--switch-arch t5) cannot be looked at: tokens of "
+            "input and target go different ways. Its load is in the run's metrics file."
+        )
     routers = [module for module in model.module.modules() if isinstance(module, SwitchRouter)]
     if not routers:
         raise ConfigError("The model has no experts to look at: it was trained without any.")
@@ -93,12 +98,25 @@ def observe(model: TrainedModel, num_sequences: int) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens), torch.cat(experts)
 
 
-def expert_table(model: TrainedModel, lifts: list[list[TokenLift]], expert_T: Tensor) -> Table:
+def expert_table(
+    model: TrainedModel, lifts: list[list[TokenLift]], expert_T: Tensor, *, min_count: int
+) -> Table:
     """Return one row an expert: its share of tokens, and the tokens that prefer it."""
-    table = Table("expert", "share", "tokens it gets most often, and how many times the average")
+    layer = sparse_layers(model.args)[-1]
+    table = Table(
+        "expert",
+        "share",
+        "tokens of the highest lift, and how much of each comes here",
+        title=f"Experts of layer {layer}, the last sparse one. Lift is how many times more often a "
+        f"token comes here than tokens in general; tokens seen {min_count} times or more, equal "
+        "lifts by count.",
+        title_justify="left",
+    )
     for expert, best in enumerate(lifts):
         share = (expert_T == expert).double().mean().item()
-        words = "  ".join(f"{_shown(model, one.token)} {one.lift:.1f}x" for one in best)
+        words = "  ".join(
+            f"{_shown(model, one.token)} {one.share:.0%} ({one.lift:.1f}x)" for one in best
+        )
         table.add_row(str(expert), f"{share:.1%}", words or "none stands out")
     return table
 
@@ -146,19 +164,3 @@ def _sequences(model: TrainedModel, num_sequences: int) -> Iterator[Tensor]:
 def _shown(model: TrainedModel, token: int) -> str:
     """Return a token for reading: quoted, so that spaces and line ends can be seen."""
     return repr(model.tokenizer.built.detokenize([token]))
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="megatron-switch experts",
-        usage="megatron-switch experts --load FOLDER [OPTIONS] [MEGATRON FLAGS]",
-        description="Shows which tokens each expert of the last sparse layer gets more often than "
-        "the average, over text of the training data.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--load", type=Path, metavar="FOLDER", help="checkpoint folder, or a --switch-run-dir")
-    add("--sequences", type=int, default=200, metavar="N", help="sequences to read (200)")
-    add("--num-tokens", type=int, default=6, metavar="N", help="tokens to show for an expert (6)")
-    add("--min-count", type=int, default=20, metavar="N", help="least occurrences (20)")
-    return parser

@@ -3,6 +3,9 @@
 Standard output carries text and nothing else: each prompt as it was given, followed at once by its
 continuation as it grows. What there is to know besides goes to standard error.
 
+An encoder-decoder does not continue a prompt, it answers: the prompt is its input, and the output
+is the answer alone (:mod:`megatron_switch.training.t5_generation`).
+
 No token is dropped unless ``--drop`` asks for the capacity of evaluation. Capacity is counted from
 the positions of a window, so ``--drop`` feeds windows as long as a training sequence, and what a
 token meets is what it would meet in an evaluation with one sequence a micro-batch. Otherwise a
@@ -17,7 +20,7 @@ Shape letters: B sequences (always 1), S positions of the window, V rows of the 
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from itertools import chain
@@ -30,11 +33,19 @@ from torch import Tensor
 
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.model_size import total_parameters
-from megatron_switch.models.sampling import GREEDY, Sampling, generate_tokens, window_width
+from megatron_switch.models.sampling import (
+    GREEDY,
+    ModelForward,
+    Sampling,
+    generate_tokens,
+    window_width,
+)
 from megatron_switch.moe.counter import mix
 from megatron_switch.training.banner import count_text, gpt_shape
 from megatron_switch.training.console import Console
 from megatron_switch.training.model import sparse_layers
+from megatron_switch.training.parsers import generate_parser
+from megatron_switch.training.t5_generation import conditioned_on
 from megatron_switch.training.trained_model import TrainedModel, open_trained_model
 
 _STANDARD_INPUT = "-"
@@ -51,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: Prompt, checkpoint, tokenizer or flags cannot be used.
     """
-    own, flags = _parser().parse_known_args(list(argv))
+    own, flags = generate_parser().parse_known_args(list(argv))
     rank = int(os.environ.get("RANK", "0"))
     sampling, notes = _sampling(own)
     prompts = _prompts(own, rank)
@@ -75,7 +86,8 @@ def run(argv: Sequence[str]) -> int:
                 full_window=own.drop,
             )
             separator = "\n" if number else ""
-            for piece in chain([separator + prompt], pieces, ["\n"]):
+            shown = "" if model.answers else prompt
+            for piece in chain([separator + shown], pieces, ["\n"]):
                 if rank == 0:
                     print(piece, end="", file=screen, flush=True)
     return 0
@@ -90,7 +102,7 @@ def continuation(
     seed: int = 0,
     full_window: bool = False,
 ) -> Iterator[str]:
-    """Continue a prompt, yielding each piece of text as soon as it is complete.
+    """Continue or answer a prompt, yielding each piece of text as soon as it is complete.
 
     All ranks that share the model run this to its end, with the same arguments.
 
@@ -106,22 +118,32 @@ def continuation(
         ConfigError: The prompt has no token.
         CheckpointError: The model's scores are not numbers.
     """
-    width = window_width(
-        len(prompt_ids) + num_tokens,
-        context_length=model.context_length,
-        multiple_of=model.width_multiple,
-    )
+    logits: ModelForward = model.logits
+    shown_ids = prompt_ids
+    if model.answers:
+        answering = conditioned_on(
+            model, prompt_ids, num_tokens=num_tokens, full_window=full_window
+        )
+        logits, window = answering.logits, answering.window
+        prompt_ids, shown_ids = [answering.start], []
+    else:
+        width = window_width(
+            len(prompt_ids) + num_tokens,
+            context_length=model.context_length,
+            multiple_of=model.width_multiple,
+        )
+        window = model.context_length if full_window else width
     tokens = generate_tokens(
-        _following_first_rank(model.logits),
+        _following_first_rank(logits),
         prompt_ids,
-        window=model.context_length if full_window else width,
+        window=window,
         max_new_tokens=num_tokens,
         sampling=sampling,
         vocab_size=model.tokenizer.vocab_size,
         eod_id=model.tokenizer.eod,
         generator=torch.Generator().manual_seed(seed),
     )
-    return text_pieces(model.tokenizer.built.detokenize, prompt_ids, tokens)
+    return text_pieces(model.tokenizer.built.detokenize, shown_ids, tokens)
 
 
 def text_pieces(
@@ -152,63 +174,6 @@ def text_pieces(
         start, told = told, len(ids)
     if told < len(ids):  # the model never finished the character
         yield detokenize(ids[start:])[len(detokenize(ids[start:told])) :]
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="megatron-switch generate",
-        usage="megatron-switch generate --load FOLDER --prompt TEXT [OPTIONS] [MEGATRON FLAGS]",
-        description="Continues a prompt with a trained checkpoint. Model and tokenizer are those "
-        "that the checkpoint names; the text goes to standard output, everything else to standard "
-        "error.",
-        epilog="All other flags are those of 'megatron-switch train', for layout (under "
-        "torchrun), device (--switch-device), --ckpt-step, --tokenizer-model and what else shall "
-        "differ from the checkpoint.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "--load",
-        type=Path,
-        metavar="FOLDER",
-        help="checkpoint folder, or the --switch-run-dir of a training",
-    )
-    add(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="text to continue; - reads standard input; may be repeated",
-    )
-    add(
-        "--prompt-file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="the same from a UTF-8 file, without the line end at its end; may be repeated",
-    )
-    add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add at most (100)")
-    add(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="divides the scores: below 1 bolder, 0 is --greedy (0.8)",
-    )
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="choose among the likeliest tokens that reach this probability together (0.9)",
-    )
-    add("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens; 0 for all (0)")
-    add("--greedy", action="store_true", help="always take the likeliest token")
-    add("--seed", type=int, default=1, metavar="N", help="seed of the draws (1)")
-    add(
-        "--drop",
-        action="store_true",
-        help="limit experts to their capacity in evaluation; without it no token is dropped",
-    )
-    return parser
 
 
 def _sampling(own: Namespace) -> tuple[Sampling, tuple[str, ...]]:
@@ -299,14 +264,24 @@ def _summary(model: TrainedModel) -> str:
     count = count_text(total_parameters(gpt_shape(args, sparse_layers(args))).total)
     experts = f", {args.num_experts} experts" if args.num_experts else ""
     ranks = f", {args.world_size} ranks" if args.world_size > 1 else ""
+    layers = f"{args.num_layers}"
+    if model.answers:
+        layers = f"{args.num_layers} encoder and {args.decoder_num_layers} decoder"
     return (
-        f"{model.checkpoint.folder}: {count} parameters, {args.num_layers} layers{experts}; "
+        f"{model.checkpoint.folder}: {count} parameters, {layers} layers{experts}; "
         f"{model.device}{ranks}"
     )
 
 
 def _note_length(console: Console, model: TrainedModel, num_given: int, num_tokens: int) -> None:
     context = model.context_length
+    if model.answers:
+        if num_given + 1 > context:
+            console.say(
+                f"The prompt has {num_given} tokens, and the model was trained on inputs of "
+                f"{context}, end token included: only the first {context - 1} are read."
+            )
+        return
     if num_given > context:
         console.say(
             f"The prompt has {num_given} tokens, and the model was trained on sequences of "

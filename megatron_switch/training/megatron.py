@@ -88,15 +88,24 @@ def _build_process_groups(args: Namespace) -> None:
     if not torch.distributed.is_initialized():
         torch.cuda.set_device(args.local_rank)
         torch.distributed.init_process_group(
-            backend=args.distributed_backend,
+            backend="fake" if args.fake_process_group else args.distributed_backend,
             world_size=args.world_size,
             rank=args.rank,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            # A single rank meets nobody, so that no launcher need say where.
-            store=HashStore() if args.world_size == 1 else None,
+            store=_store(args),
         )
     if not mpu.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel_as_pretrain(vars(args))
+
+
+def _store(args: Namespace) -> Any:
+    """Return where ranks meet; None is where the launcher says."""
+    if args.fake_process_group:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the back end too
+
+        return FakeStore()
+    # A single rank meets nobody, so that no launcher need say where.
+    return HashStore() if args.world_size == 1 else None
 
 
 def install_writer(writer: Any) -> Any:

@@ -3,7 +3,8 @@
 Megatron's loop has no seam for per-iteration values except its TensorBoard writer: loss, gradient
 norm and learning rate pass through ``add_scalar`` on the last rank, each iteration. A
 :class:`StepWriter` sits in that slot, forwards everything to the real writer, and joins what it
-sees with the routing report of the same iteration.
+sees with the routing report of the same iteration. An evaluation has a record of its own, of the
+same form without what only a training step has; its router losses are those of its own tokens.
 
 A run that resumes at iteration N drops the records from N on that an interrupted run had written
 already, so that every iteration stands in the file once. The file is strict JSON: a value that is
@@ -135,6 +136,8 @@ class StepWriter:
     ) -> dict[str, float | None]:
         """Write an evaluation's record: its loss, and how its tokens were routed.
 
+        The router's losses are those of the evaluated tokens, raw, and no part of ``lm_loss``.
+
         Returns:
             What was logged of the routing, by name.
         """
@@ -142,9 +145,8 @@ class StepWriter:
         (name, loss), self._evaluated = self._evaluated, ("", None)
         split += name
         scalars: dict[str, float | None] = {}
-        if report is not None:  # the losses of routing belong to training
-            every = _routing_scalars(report).items()
-            scalars = {name: value for name, value in every if not name.endswith("loss")}
+        if report is not None:
+            scalars = _routing_scalars(report)
         if self._tensorboard is not None:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(f"{name} {split}", value, iteration)
@@ -160,13 +162,16 @@ class StepWriter:
 
 
 def _routing_scalars(report: RoutingReport) -> dict[str, float | None]:
-    scalars = report.scalars()
-    names = {"dropped": "dropped_fraction"}
-    return {names.get(name, name): _finite(value) for name, value in scalars.items()}
+    return {
+        f"{name}_fraction" if name.endswith("dropped") else name: _finite(value)
+        for name, value in report.scalars().items()
+    }
 
 
 def _routing_arrays(report: RoutingReport) -> dict[str, Any]:
     arrays: dict[str, Any] = {"layers": list(report.layer_numbers)}
+    if report.encoder_layers:  # layers up to this number are the encoder's
+        arrays["encoder_layers"] = report.encoder_layers
     arrays |= {f"{name}_by_layer": values for name, values in report.per_layer().items()}
     arrays["expert_load"] = report.load_LE.tolist()
     return arrays

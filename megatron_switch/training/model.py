@@ -16,10 +16,12 @@ from megatron_switch.errors import ConfigError
 from megatron_switch.models.gpt import check_supported, switch_gpt_layer_spec
 from megatron_switch.moe.spec import switch_mlp_spec
 from megatron_switch.training.megatron import words_of
+from megatron_switch.training.t5_arguments import t5_sparse_layers
+from megatron_switch.training.t5_model import t5_model_config
 
 
 def model_config(args: Namespace, switch: SwitchConfig) -> Any:
-    """Return Megatron's ``GPTModelConfig`` with Switch layers where the pattern says so.
+    """Return Megatron's configuration of the model, with Switch layers where a pattern says so.
 
     Args:
         args: Validated arguments.
@@ -29,6 +31,8 @@ def model_config(args: Namespace, switch: SwitchConfig) -> Any:
         ConfigError: Megatron or our layers cannot build this model.
     """
     try:
+        if args.switch_arch == "t5":
+            return t5_model_config(args, switch)
         transformer: TransformerConfig = core_transformer_config_from_args(args)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"Megatron refuses this model: {words_of(error)}") from error
@@ -76,9 +80,11 @@ def resolve_dispatch(
 
 
 def sparse_layers(args: Namespace) -> tuple[int, ...]:
-    """Return the 1-based numbers of the layers with experts."""
+    """Return the 1-based numbers of the layers with experts, a decoder's after its encoder's."""
     if not args.num_experts:
         return ()
+    if args.switch_arch == "t5":
+        return t5_sparse_layers(args)
     frequency = args.moe_layer_freq
     pattern = (
         frequency

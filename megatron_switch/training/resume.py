@@ -82,7 +82,7 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
         stored=getattr(state.get("args"), "padded_vocab_size", None),
     )
     notes = check_resume(state, args, is_release=found.is_release)
-    if found.message is not None and args.rank == 0:
+    if found.message is not None and args.rank == 0 and not args.fake_process_group:
         # Megatron reads the tracker first, and ends with exit code 0 where it is empty.
         write_tracker(Path(args.load), found)
     return (*([found.message] if found.message else []), *notes)

@@ -11,6 +11,8 @@ schedule and logging may change from start to start; what a checkpoint permits i
 loaded.
 """
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -22,13 +24,13 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from megatron_switch import __version__
 from megatron_switch.atomic import renamed_into_place
-from megatron_switch.checkpoint.files import has_checkpoint
+from megatron_switch.checkpoint.files import CHECKPOINTS, has_checkpoint
 from megatron_switch.errors import ConfigError
 
 SCHEMA = "megatron-switch/run/1"
@@ -38,6 +40,12 @@ COMMAND_VARIABLE = "MEGATRON_SWITCH_COMMAND"
 _IDENTITY = (
     "seed",
     "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "split",
     "mock_data",
     "tokenizer_type",
     "tokenizer_model",
@@ -48,6 +56,7 @@ _IDENTITY = (
     "num_experts",
     "seq_length",
 )
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)  # what some network file systems answer
 _OWN_NAMES = frozenset({"checkpoints", "tensorboard", "log", "metrics.jsonl", "ranks.csv"})
 _SAVE_INTERVAL = 1000
 _PACKAGES = ("megatron-core", "torch", "transformer-engine", "apex", "triton", "numpy")
@@ -62,13 +71,14 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.tensorboard = path / "tensorboard"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log"
         self.rank_table = path / "ranks.csv"
         self._run = path / "run.json"
         self._resume = path / "resume.sh"
+        self._lock: IO[str] | None = None
 
     def apply(self, args: Namespace, explicit: Collection[str]) -> tuple[str, ...]:
         """Point the flags that were not given at this folder.
@@ -120,6 +130,25 @@ class RunFolder:
                 f"--switch-run-dir {self.path} is not empty and holds no run.json: it has "
                 f"{', '.join(strangers[:5])}. Give a new folder, or that of a run to continue."
             )
+
+    def hold(self) -> None:
+        """Keep every other run out of the folder until this process ends.
+
+        Raises:
+            ConfigError: Another process trains in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"Another process is training in --switch-run-dir {self.path}, and two would write "
+                "over each other's checkpoints. Wait for it, or give another folder."
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
 
     def claim(self, args: Namespace) -> None:
         """Make sure that the folder is this run's, or nobody's yet.
@@ -181,6 +210,7 @@ _RESUME = """\
 #!/usr/bin/env bash
 # Continues this run from its newest checkpoint. More flags may follow. Where torchrun started it on
 # several nodes: run this on each, with PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT set.
+# To train longer than was planned: --train-iters N --override-opt_param-scheduler
 set -eu
 cd {folder}
 exec {command} "$@"

@@ -8,7 +8,7 @@ files of patches, which are entered here and left at the end.
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,22 +17,26 @@ from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+from megatron_switch.checkpoint.files import checkpoint_folder
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.rank_table import table_as_csv
 from megatron_switch.moe.metrics import SwitchMetricsTracker
 from megatron_switch.moe.statistics import RoutingReport
+from megatron_switch.rehearsal.stage import Observed
 from megatron_switch.repairs import repaired_megatron
 from megatron_switch.training.arguments import CommandLine, parse_command_line
 from megatron_switch.training.banner import banner
 from megatron_switch.training.batch import ForwardStep, datasets_provider
-from megatron_switch.training.checks import check_before_megatron, check_data, check_layout
+from megatron_switch.training.checks import check_before_megatron, check_layout
 from megatron_switch.training.console import Console
+from megatron_switch.training.data_checks import check_data
 from megatron_switch.training.defaults import fill_defaults
 from megatron_switch.training.device import choose_device, look_around
 from megatron_switch.training.drop_watch import CapacityFacts, DropWatch
 from megatron_switch.training.evaluation import EvaluationReporter
+from megatron_switch.training.flag_values import check_flag_values
 from megatron_switch.training.megatron import (
     begin_megatron,
     install_writer,
@@ -42,9 +46,13 @@ from megatron_switch.training.megatron import (
 )
 from megatron_switch.training.metrics_file import MetricsFile, StepWriter
 from megatron_switch.training.model import model_config, resolve_dispatch, sparse_layers
+from megatron_switch.training.nonfinite import NonFiniteGuard
+from megatron_switch.training.rank_environment import check_rank_environment
 from megatron_switch.training.resume import find_what_to_load, with_checkpoint_args
 from megatron_switch.training.run_folder import RunFolder
 from megatron_switch.training.slurm import slurm_ranks
+from megatron_switch.training.t5_batch import T5ForwardStep, t5_datasets_provider
+from megatron_switch.training.write_targets import check_write_targets
 
 _SETTLING = 100
 """Least iterations before a drop rate says anything about the router."""
@@ -60,6 +68,7 @@ def train(argv: Sequence[str]) -> None:
         SwitchError: Something cannot work; the message says what to change.
     """
     os.environ.update(slurm_ranks(os.environ))
+    check_rank_environment(os.environ)
     line = parse_command_line(argv)
     device = choose_device(line.args.switch_device, look_around(os.environ))
     with ExitStack() as stack:
@@ -69,13 +78,40 @@ def train(argv: Sequence[str]) -> None:
         _Run(line, device, list(argv)).start()
 
 
-class _Run:
-    """The run that a command line describes."""
+def rehearse(argv: Sequence[str], rehearsal: Observed) -> None:
+    """Take two steps as the rank that ``RANK`` and ``WORLD_SIZE`` say, on the CPU, watched.
 
-    def __init__(self, line: CommandLine, device: Literal["cuda", "cpu"], argv: list[str]) -> None:
+    Args:
+        argv: The flags of the launch that is rehearsed.
+        rehearsal: What is done otherwise (alone and without values, or nothing); it receives what
+            was seen.
+
+    Raises:
+        SwitchError: What the launch would raise, or what cannot be rehearsed.
+        SystemExit: With code 0, when the rehearsal is over.
+    """
+    line = parse_command_line(argv)
+    with cuda_on_cpu(), repaired_megatron(), rehearsal.surroundings():
+        _Run(line, "cpu", list(argv), rehearsal).start()
+
+
+class _Run:
+    """The run that a command line describes, or its rehearsal."""
+
+    def __init__(
+        self,
+        line: CommandLine,
+        device: Literal["cuda", "cpu"],
+        argv: list[str],
+        rehearsal: Observed | None = None,
+    ) -> None:
+        check_flag_values(line.args)
+        if line.args.load is not None:
+            line.args.load = str(checkpoint_folder(Path(line.args.load)))
         self._args: Namespace = line.args
         self._device = device
         self._argv = argv
+        self._rehearsal = rehearsal
         self._folder = None
         self._notes: tuple[str, ...] = ()
         if line.args.switch_run_dir is not None:
@@ -83,26 +119,41 @@ class _Run:
             self._folder.refuse_strangers()
             self._notes = self._folder.apply(line.args, line.explicit)
         self._line = line
+        if rehearsal is not None:
+            self._folder = None
+            rehearsal.prepare(line.args)
         self._set_here = fill_defaults(with_checkpoint_args(line), device)
-        self._switch = resolve_dispatch(line.args, SwitchConfig.from_args(line.args), device)
+        planned = device if rehearsal is None else rehearsal.dispatch_of
+        self._switch = resolve_dispatch(line.args, SwitchConfig.from_args(line.args), planned)
+        if rehearsal is not None:
+            rehearsal.check(self._switch, line.args)
 
     def start(self) -> None:
         """Check everything, then train."""
         args = self._args
         self._notes += check_before_megatron(self._line, self._switch, self._device)
         layout = check_layout(args, self._switch)
+        if args.rank == 0 and self._rehearsal is None:
+            check_write_targets(args)
+            if self._folder is not None:
+                self._folder.hold()
         log_folder = None if self._folder is None else self._folder.log
         with Console(log_folder, rank=args.rank) as console:
             validate(args)
             if self._folder is not None and args.rank == 0:
                 self._folder.claim(args)
             begin_megatron(args)
-            check_data(args)
+            self._notes += check_data(args)
             self._notes += find_what_to_load(args)
             model = model_config(args, self._switch)
             self._announce(console, layout)
-            with process_groups(args):
+            with process_groups(args), self._stage():
                 self._train(model, console)
+
+    def _stage(self) -> AbstractContextManager[None]:
+        if self._rehearsal is None:
+            return nullcontext()
+        return self._rehearsal.on_stage(self._args, self._notes)
 
     def _announce(self, console: Console, layout: Layout) -> None:
         args = self._args
@@ -131,29 +182,54 @@ class _Run:
     def _train(self, model: Any, console: Console) -> None:
         args, switch = self._args, self._switch
         writer = self._writer()
+        t5 = args.switch_arch == "t5"
         tracker = SwitchMetricsTracker(
             sparse_layers(args),
             args.num_experts or 1,
+            encoder_layers=args.num_layers if t5 else 0,
             on_report=self._on_report(writer, console),
             layer_interval=switch.metrics_interval,
         )
         set_moe_metrics_tracker(tracker)
         keyed = bool(args.num_experts and (args.moe_input_jitter_eps or switch.expert_dropout))
-        forward_step = ForwardStep(seed=args.seed, keyed=keyed)
+        forward_step = (T5ForwardStep if t5 else ForwardStep)(seed=args.seed, keyed=keyed)
         evaluation = EvaluationReporter(tracker, forward_step, writer)
+        guard = self._guard(tracker, console)
+        if guard is not None:
+            model.transformer.finalize_model_grads_func = guard
         container = pretrain_cfg_container_from_args(args, model)
         try:
             pretrain(
                 container,
-                datasets_provider,
+                self._datasets_provider(),
                 ModelType.encoder_or_decoder,
                 forward_step,
                 process_non_loss_data_func=evaluation.write,
                 non_loss_data_func=evaluation.collect,
             )
+        except RuntimeError as error:
+            if guard is not None:
+                guard.explain(error)
+            raise
         finally:
             if writer is not None:
                 writer.finish_iteration()
+
+    def _guard(self, tracker: SwitchMetricsTracker, console: Console) -> NonFiniteGuard | None:
+        """Return what looks at router logits, if anything does."""
+        action = self._switch.nonfinite
+        captured = self._args.cuda_graph_impl == "full_iteration"  # the host cannot look inside
+        if action == "ignore" or captured or not self._args.num_experts:
+            return None
+        return NonFiniteGuard(
+            tracker, action=action, watch_gradients=not self._args.fp16, say=console.say
+        )
+
+    def _datasets_provider(self) -> Callable[..., Any]:
+        others = None if self._rehearsal is None else self._rehearsal.datasets(self._args)
+        if others is not None:
+            return others
+        return t5_datasets_provider if self._args.switch_arch == "t5" else datasets_provider
 
     def _on_report(
         self, writer: StepWriter | None, console: Console
@@ -183,7 +259,8 @@ class _Run:
         writer = StepWriter(
             install_writer(None),
             None if path is None else MetricsFile(Path(path)),
-            sequence_length=args.seq_length,
+            # Of a sample, for throughput: both sides of a t5.
+            sequence_length=args.seq_length + (args.decoder_seq_length or 0),
             array_interval=self._switch.metrics_interval,
             clock=training_seconds,
         )

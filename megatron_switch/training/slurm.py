@@ -10,6 +10,13 @@ from collections.abc import Mapping
 
 from megatron_switch.errors import ConfigError
 
+_READ = (
+    "SLURM_JOB_ID",
+    "SLURM_LOCALID",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below the ports that Linux hands out by itself
 
 
@@ -20,12 +27,18 @@ def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
         environ: The process environment.
 
     Raises:
-        ConfigError: The step has several nodes and nothing says where rank 0 is, or its nodes
-            have different numbers of tasks.
+        ConfigError: The step has several nodes and nothing says where rank 0 is, its nodes have
+            different numbers of tasks, or SLURM's variables are incomplete.
     """
     world_size = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in environ or world_size == "1":
         return {}
+    missing = [name for name in _READ if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"The environment has SLURM_STEP_NUM_TASKS={world_size}, but not what else srun sets: "
+            f"{', '.join(missing)}. Start with srun or torchrun, or unset SLURM_STEP_NUM_TASKS."
+        )
     address = environ.get("MASTER_ADDR")
     if address is None and environ["SLURM_STEP_NUM_NODES"] != "1":
         raise ConfigError(

@@ -99,6 +99,8 @@ _ALSO_THE_MODEL = frozenset(
     {
         "add_position_embedding",
         "bf16",
+        "decoder_num_layers",
+        "decoder_seq_length",
         "fp16",
         "group_query_attention",
         "kv_lora_rank",
@@ -113,6 +115,8 @@ _ALSO_THE_MODEL = frozenset(
         "qk_head_dim",
         "qk_pos_emb_head_dim",
         "quick_geglu",
+        "relative_attention_max_distance",
+        "relative_attention_num_buckets",
         "rope_scaling_factor",
         "rope_type",
         "rotary_base",

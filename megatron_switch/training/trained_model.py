@@ -34,8 +34,13 @@ from torch import Tensor
 
 from megatron_switch import parallel_state
 from megatron_switch.checkpoint.agreement import check_model
-from megatron_switch.checkpoint.contents import read_common_state
-from megatron_switch.checkpoint.files import FoundCheckpoint, find_checkpoint, has_checkpoint
+from megatron_switch.checkpoint.contents import read_common_state, read_index
+from megatron_switch.checkpoint.files import (
+    FoundCheckpoint,
+    checkpoint_folder,
+    find_checkpoint,
+)
+from megatron_switch.checkpoint.norm_names import name_norms_as_stored
 from megatron_switch.config import SwitchConfig
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer, check_tokenizer_flags
 from megatron_switch.emulation import cuda_on_cpu
@@ -48,7 +53,6 @@ from megatron_switch.training.device import choose_device, look_around
 from megatron_switch.training.flag_classes import check_megatron_flags
 from megatron_switch.training.megatron import process_groups, validate
 from megatron_switch.training.model import model_config, resolve_dispatch
-from megatron_switch.training.run_folder import RunFolder
 from megatron_switch.training.stored_arguments import with_stored_model
 from megatron_switch.upstream import check_version
 
@@ -70,7 +74,8 @@ class TrainedModel:
     """A model with its trained weights, in evaluation mode, on the device of this rank."""
 
     module: torch.nn.Module
-    """Megatron's ``GPTModel``; in 16-bit precision inside its wrapper. Its logits are gathered."""
+    """Megatron's ``GPTModel``, or our ``SwitchT5Model``; in 16-bit precision inside its wrapper.
+    Its logits are gathered."""
     tokenizer: Tokenizer
     args: Namespace
     """Megatron's validated arguments, with the model's settings from the checkpoint."""
@@ -82,8 +87,13 @@ class TrainedModel:
     """What the user should know."""
 
     @property
+    def answers(self) -> bool:
+        """Whether the model is an encoder-decoder, which answers a text and does not go on."""
+        return bool(self.args.switch_arch == "t5")
+
+    @property
     def context_length(self) -> int:
-        """Positions that a sequence has, as in training."""
+        """Positions that a sequence has, as in training; of an encoder-decoder, its input."""
         return int(self.args.seq_length)
 
     @property
@@ -93,6 +103,8 @@ class TrainedModel:
 
     def logits(self, tokens_BS: Tensor, padding_BS: Tensor) -> Tensor:
         """Return the scores of every position. All ranks that share the model call this together.
+
+        Only for a model of one stack.
 
         Args:
             tokens_BS: Tokens, int64, on any device; S is a multiple of ``width_multiple``.
@@ -151,12 +163,6 @@ def open_trained_model(
         yield opening.model()
 
 
-def checkpoint_folder(folder: Path) -> Path:
-    """Return the folder with the tracker file: ``folder``, or the one inside of a run folder."""
-    inside = RunFolder(folder).checkpoints
-    return inside if inside.is_dir() and not has_checkpoint(folder) else folder
-
-
 class _Opening:
     """The way from a command line and a checkpoint to a model."""
 
@@ -201,7 +207,7 @@ class _Opening:
     def model(self) -> TrainedModel:
         """Build and load, after :meth:`check` and inside of process groups."""
         module = self._build()
-        _load_weights(unwrap_model(module), self._found.folder, self._state)
+        load_weights(unwrap_model(module), self._found.folder, self._state)
         return TrainedModel(
             module.eval(),
             self._tokenizer,
@@ -278,7 +284,7 @@ class _Opening:
         return built
 
 
-def _load_weights(module: Any, folder: Path, state: Mapping[str, Any]) -> None:
+def load_weights(module: Any, folder: Path, state: Mapping[str, Any]) -> None:
     """Read every weight of ``module`` from a checkpoint, each rank its part.
 
     Raises:
@@ -287,6 +293,7 @@ def _load_weights(module: Any, folder: Path, state: Mapping[str, Any]) -> None:
     metadata = dict(state.get("content_metadata") or {})
     metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
     wanted = {"model": module.sharded_state_dict(metadata=metadata)}
+    name_norms_as_stored(wanted, read_index(folder).state_dict_metadata)
     try:
         loaded, unused, absent = dist_checkpointing.load(wanted, str(folder), strict="return_all")
     except (CheckpointingException, OSError, RuntimeError, ValueError) as error:

@@ -1,5 +1,6 @@
 """What may differ between a checkpoint and the run that continues from it, and what may not."""
 
+import re
 from argparse import Namespace
 from dataclasses import fields
 
@@ -207,6 +208,42 @@ def test_another_switch_setting_is_an_error_unless_overridden(name, value, line)
     assert line in message
 
 
+@pytest.mark.parametrize("experts", [8, None])
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("switch_arch", "t5", "--switch-arch: gpt in the checkpoint, t5 now"),
+        ("decoder_num_layers", 3, "--decoder-num-layers: None in the checkpoint, 3 now"),
+        (
+            "switch_decoder_layer_freq",
+            "[1,0]",
+            "--switch-decoder-layer-freq: None in the checkpoint, [1,0] now",
+        ),
+    ],
+)
+def test_another_architecture_is_another_model(name, value, line, experts):
+    stored = arguments(num_experts=experts, decoder_num_layers=None)
+    current = arguments(**{"num_experts": experts, "decoder_num_layers": None, name: value})
+    with pytest.raises(CheckpointError, match=re.escape(line)):
+        check_model(stored, current)
+
+
+def test_the_nonlinearity_is_that_of_a_t5_only_and_auto_is_relu():
+    t5 = {"switch_arch": "t5"}
+    check_model(arguments(**t5), arguments(**t5, switch_activation="relu"))
+    check_model(arguments(), arguments(switch_activation="gated-gelu"))
+    with pytest.raises(CheckpointError, match=r"--switch-activation: relu .*, gated-gelu now"):
+        check_model(arguments(**t5), arguments(**t5, switch_activation="gated-gelu"))
+
+
+def test_a_checkpoint_of_an_older_release_is_of_a_decoder_only_model():
+    stored = arguments()
+    del stored.switch_arch
+    check_model(stored, arguments())
+    with pytest.raises(CheckpointError, match=r"--switch-arch: gpt in the checkpoint, t5 now"):
+        check_model(stored, arguments(switch_arch="t5"))
+
+
 @pytest.mark.parametrize("name", sorted(FREE_SETTINGS))
 def test_where_and_how_fast_may_change(name):
     changed = arguments(**{FLAG_PREFIX + name: "another"})
@@ -307,3 +344,27 @@ def test_a_release_has_no_optimizer():
     changed = arguments(lr=5.0)
     assert check_resume(common_state(arguments()), changed, is_release=True) == ()
     assert check_resume(common_state(arguments(no_save_optim=True)), changed) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("adam_beta1", 0.1, "--adam-beta1: 0.9 in the checkpoint, 0.1 now"),
+        ("adam_beta2", 0.5, "--adam-beta2: 0.95 in the checkpoint, 0.5 now"),
+        ("adam_eps", 1.0, "--adam-eps: 1e-08 in the checkpoint, 1.0 now"),
+        ("optimizer", "sgd", "--optimizer: adam in the checkpoint, sgd now"),
+    ],
+)
+def test_the_optimizer_goes_on_as_it_was(name, value, line):
+    saved = {"optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+    state = common_state(arguments(**saved))
+    check_resume(state, arguments(**saved))
+    with pytest.raises(CheckpointError, match=f"{line}\n.*--no-load-optim"):
+        check_resume(state, arguments(**{**saved, name: value}))
+
+
+def test_another_micro_batch_is_another_capacity_group():
+    state = common_state(arguments(micro_batch_size=2))
+    (note,) = check_resume(state, arguments(micro_batch_size=4))
+    assert "--micro-batch-size: 2 in the checkpoint, 4 now" in note
+    assert check_resume(state, arguments(micro_batch_size=2)) == ()

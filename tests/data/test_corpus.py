@@ -80,8 +80,11 @@ def test_bad_files_are_listed_together_or_left_out(folder):
     (folder / "binary.txt").write_bytes(b"\x7fELF\0")
     (folder / "latin.txt").write_bytes(b"\xe9t\xe9")
     (folder / "dangling.txt").symlink_to(folder / "nowhere")
+    (folder / "loop.txt").symlink_to(folder / "loop.txt")
+    (folder / "loop").symlink_to(folder / "loop")  # of no known name, so passed over
     pattern = (
-        r"3 input files cannot be used: .*dangling\.txt cannot be read \(No such file .*\); "
+        r"4 input files cannot be used: .*dangling\.txt cannot be read \(No such file .*\); "
+        r".*loop\.txt cannot be read \(Too many levels .*\); "
         r".*binary\.txt is not text: it holds NUL bytes; .*latin\.txt is not UTF-8 text: byte 0 is "
         r"0xe9\. Mend .* give --skip-bad-input"
     )
@@ -89,7 +92,7 @@ def test_bad_files_are_listed_together_or_left_out(folder):
         find_corpus([folder])
     corpus = find_corpus([folder], skip_bad=True)
     assert names(corpus, folder) == ["a.txt", "b/c.md", "b/d.py"]
-    assert len(corpus.faults) == corpus.by_flag == 3
+    assert len(corpus.faults) == corpus.by_flag == 4
 
 
 def test_a_parquet_file_without_the_key_is_refused(tmp_path):

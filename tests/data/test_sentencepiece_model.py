@@ -87,3 +87,40 @@ def test_too_small_a_vocabulary_says_the_least_that_works(make_text):
 def test_text_of_line_ends_alone_trains_nothing():
     with pytest.raises(DataError, match="SentencePiece could not train a vocabulary of 300"):
         train_sentencepiece(["\n\n"], settings())
+
+
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
+def test_sentinels_are_the_last_tokens_the_first_of_them_highest(make_text, algorithm):
+    asked = SentencePieceSettings(320, algorithm, 2**20, sentinels=20)
+    processor = load(train_sentencepiece([make_text(200)], asked))
+    assert processor.get_piece_size() == 320
+    names = [processor.id_to_piece(token) for token in range(300, 320)]
+    assert names == [f"<extra_id_{number}>" for number in reversed(range(20))]
+    text = "see <extra_id_0> and <extra_id_19>."
+    ids = processor.encode_as_ids(text)
+    assert [token for token in ids if token >= 300] == [319, 300]
+    assert processor.decode_ids(ids) == text
+    # Everything else is what it is without them.
+    plain = load(train_sentencepiece([make_text(200)], settings(300, algorithm)))
+    assert plain.encode_as_ids(HARD_TEXT) == processor.encode_as_ids(HARD_TEXT)
+
+
+def test_a_vocabulary_too_small_for_its_sentinels_says_so(make_text):
+    asked = SentencePieceSettings(300, "bpe", 2**20, sentinels=100)
+    with pytest.raises(
+        ConfigError, match=r"and the sentinels 100\. Set --vocab-size to (\d+)"
+    ) as got:
+        train_sentencepiece([make_text(100)], asked)
+    least = int(re.search(r"to (\d+) or more", str(got.value))[1])
+    train_sentencepiece([make_text(100)], SentencePieceSettings(least, "bpe", 2**20, sentinels=100))
+
+
+@pytest.mark.parametrize("error", [DataError("line 2 holds int"), KeyError("text")])
+def test_what_reading_the_text_raises_arrives_as_it_is(make_text, error):
+    def texts():
+        yield make_text(50)
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        train_sentencepiece(texts(), settings())
+    assert caught.value is error

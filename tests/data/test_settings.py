@@ -38,6 +38,16 @@ def test_everything_given(settings):
     assert found.workers == 3
 
 
+def test_sentinels_are_some_of_the_tokens(settings):
+    found = settings("--vocab-size", 500, "--sentinels", 100).trained
+    assert found == SentencePieceSettings(500, "bpe", 16 * 2**20, sentinels=100)
+
+
+def test_a_finished_tokenizer_gets_no_sentinels(settings, sentencepiece_model):
+    with pytest.raises(ConfigError, match=r"--sentinels would change nothing"):
+        settings(*MODEL, sentencepiece_model, "--sentinels", 10)
+
+
 def test_flags_for_training(settings, sentencepiece_model):
     workspace = Workspace(Path("out"), "")
     given = settings(*MODEL, sentencepiece_model)
@@ -73,6 +83,8 @@ def test_escapes_in_a_separator(settings, given, separator):
         (["--workers", 0], "--workers must be at least 1, got 0"),
         (["--stdlib-tests"], "--stdlib-tests adds to --stdlib, which was not given"),
         (["--document-separator", ""], "--document-separator is empty"),
+        (["--sentinels", 500, "--vocab-size", 500], "--sentinels is 500 and --vocab-size 500"),
+        (["--sentinels", -1], "--sentinels is -1 and --vocab-size 32000"),
         (["--vocab-size", 0], "--vocab-size must be at least 1, got 0"),
         (["--tokenizer-sample-mib", -1], "--tokenizer-sample-mib must be at least 1, got -1"),
         (["--tokenizer-model", "x"], "--tokenizer-model x needs --tokenizer-type, which says"),

@@ -82,6 +82,18 @@ def test_exit_codes_are_those_of_the_rank(end, code, said, capfd):
     assert said in capfd.readouterr().err
 
 
+def test_nothing_is_added_to_an_error_that_a_rank_has_explained(capfd):
+    def target():
+        if rank() == 0:
+            print("megatron-switch: error: no such layout", file=sys.stderr)
+            return 2
+        time.sleep(0.5)  # as other ranks do, which let rank 0 speak for them
+        return 2
+
+    assert launch(2, target) == 2
+    assert capfd.readouterr().err == "megatron-switch: error: no such layout\n"
+
+
 def test_the_first_failure_is_read_first_and_ends_all(capfd, tmp_path):
     def target():
         dist.init_process_group("gloo")

@@ -112,3 +112,15 @@ def test_the_csv_reads_back_as_the_layout():
         assert (int(row["rank"]), int(row["node"])) == (rank, rank // 8)
         held = layout.experts_of(rank, 8)
         assert row["experts"] == f"{held[0]}-{held[-1]}"
+
+
+def test_leaves_are_counted_where_they_are_known():
+    layout = Layout(32, tp=2, ep=16, etp=1)
+    lines = {line.split()[0]: line for line in axis_summary(layout, 4, 3).splitlines()}
+    assert lines["axis"].split() == ["axis", "size", "groups", "nodes", "leaves", "first", "group"]
+    # Groups of four nodes under leaves of three: nodes 0 to 3 and 4 to 7 are under two each.
+    assert lines["EP"].split()[1:5] == ["16", "2", "4", "2"]
+    assert lines["TP"].split()[1:5] == ["2", "16", "1", "1"]
+    pairs = {line.split()[0]: line for line in axis_summary(Layout(32, tp=8), 4, 3).splitlines()}
+    assert "1 to 2" in pairs["TP"]  # of nodes 2 and 3 the second is under another leaf
+    assert "leaves" not in axis_summary(layout, 4)

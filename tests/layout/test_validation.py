@@ -239,3 +239,18 @@ def test_chunks_that_do_not_fit_name_those_that_would(num_layers, pp, size, allo
         rf"--num-layers-per-virtual-pipeline-stage {size}\. Chunks .* would work: {allowed}\.",
     ):
         virtual_stages(num_layers, pp, size)
+
+
+def test_a_suggestion_comes_with_the_flag_that_it_needs():
+    sizes = Sizes(world_size=2, tp=3)
+    shape = ModelShape(num_experts=4, num_attention_heads=4, seq_length=64)
+    with pytest.raises(LayoutError, match="--tensor-model-parallel-size 2 --sequence-parallel"):
+        validate_layout(sizes, shape)
+
+
+def test_context_parallelism_is_not_suggested_to_those_who_have_none():
+    sizes = Sizes(world_size=4, ep=4)
+    shape = ModelShape(num_experts=8, micro_batch_size=2, global_batch_size=4, seq_length=64)
+    with pytest.raises(LayoutError, match="Set --global-batch-size to 8") as error:
+        validate_layout(sizes, shape)
+    assert "--context-parallel-size" not in str(error.value)

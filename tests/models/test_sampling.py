@@ -88,9 +88,12 @@ def test_logits_of_a_diverged_model_are_refused(bad):
     ("settings", "message"),
     [
         ({"temperature": -1.0}, r"at least 0 .*--temperature -1.0"),
+        ({"temperature": float("nan")}, r"at least 0 .*--temperature nan"),
+        ({"temperature": float("inf")}, r"at least 0 .*--temperature inf"),
         ({"top_k": 0}, r"At least one token .*--top-k 0"),
         ({"top_p": 0.0}, r"above 0 and at most 1, got --top-p 0.0"),
         ({"top_p": 1.5}, r"above 0 and at most 1, got --top-p 1.5"),
+        ({"top_p": float("nan")}, r"above 0 and at most 1, got --top-p nan"),
     ],
 )
 def test_impossible_settings_name_their_flag(settings, message):

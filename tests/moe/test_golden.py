@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from layout_case import Layout, start_groups
+from switch_case import Case, build_layer
 
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.losses import load_balancing_loss, router_z_loss
 from megatron_switch.moe.reference import switch_layer
 from megatron_switch.moe.routing import route, router_probabilities
+from megatron_switch.testing.ranks import run_ranks
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "switch_routing.json").read_text())
 NUM_TOKENS = len(GOLDEN["input"]["assign"])
@@ -91,6 +94,30 @@ def test_layer_output(logits_TE, activation):
     )
     assert y_TD.sum(dim=1).tolist() == pytest.approx(GOLDEN["row_sums_capacity_2"], abs=5e-5)
     assert y_TD.sum().item() == pytest.approx(-43.38181, abs=5e-6)
+
+
+@pytest.mark.parametrize("dispatch", ["packed", "padded"])
+def test_a_layer_takes_all_of_sequence_0_first(logits_TE, dispatch):
+    run_ranks(_check_order, 1, logits_TE, dispatch)
+
+
+def _check_order(rank, logits_TE, dispatch):
+    """Megatron's layout is [S, B]; slots are counted as if it were [B, S]."""
+    groups = start_groups(Layout(1))
+    config = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0, "hidden_size": NUM_EXPERTS}
+    eye = torch.eye(NUM_EXPERTS, dtype=torch.float64)
+    for capacity, expected in ((2, [3, 4, 7]), (3, [4, 7])):  # by position, 3 keeps 0, 1, 7
+        layer = build_layer(Case({"capacity": capacity}, config), Layout(1), groups, dispatch)
+        with torch.no_grad():
+            layer.router.weight.copy_(eye)
+            layer.experts.weight1.copy_(torch.cat([eye, -eye]).expand_as(layer.experts.weight1))
+            scale_E = torch.arange(1, NUM_EXPERTS + 1).view(-1, 1, 1)
+            layer.experts.weight2.copy_(scale_E * torch.cat([eye, -eye], dim=1))
+        y_SBD, _ = layer(logits_TE.view(2, 5, NUM_EXPERTS).transpose(0, 1))
+        y_T = y_SBD.transpose(0, 1).sum(dim=-1).flatten()
+        assert (y_T == 0).nonzero().flatten().tolist() == expected
+        if capacity == 2:
+            assert y_T.tolist() == pytest.approx(GOLDEN["row_sums_capacity_2"], abs=5e-5)
 
 
 @pytest.mark.parametrize("row", GOLDEN["capacity_table"]["rows"])

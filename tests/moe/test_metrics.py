@@ -198,3 +198,20 @@ def _check_layouts(rank):
     over = (slot_T >= oracle.capacity_at(2.0)).sum() / (slot_T >= 0).sum().double()
     assert evaluation.dropped_L.tolist() == [over]
     dist.barrier()
+
+
+def test_the_stacks_of_an_encoder_decoder_have_names_of_their_own():
+    tracker = SwitchMetricsTracker((2, 4), E, encoder_layers=2, layer_interval=1)
+    tracker.record_row(2, uniform_row(balance=1.0, dropped=4), training=True)
+    tracker.record_row(4, uniform_row(balance=3.0), training=True)
+    board = Writer()
+    text = tracker.report(1.0, 7, writer=board)
+    assert text == (
+        " encoder dropped: 0.5000 | encoder expert load max/mean: 1.00 |"
+        " decoder dropped: 0.0000 | decoder expert load max/mean: 1.00 |"
+        " experts below half: 0 | dead experts: 0 |"
+    )
+    assert board.scalars["dropped", 7] == 0.25
+    assert board.scalars["encoder_dropped", 7] == 0.5
+    assert board.scalars["moe/load_balancing_loss_encoder_layer_1", 7] == 1.0
+    assert board.scalars["moe/load_balancing_loss_decoder_layer_1", 7] == 3.0

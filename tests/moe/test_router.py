@@ -22,6 +22,7 @@ from torch import nn
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import ConfigError
+from megatron_switch.moe.loss_tokens import set_loss_tokens
 from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.moe.step_key import set_step_key
 from megatron_switch.testing.ranks import run_ranks
@@ -99,6 +100,26 @@ def _check_loss_scale(rank):
         (layer(hidden_SBD())[0] * 0.0).sum().backward()
         gradients.append(layer.router.weight.grad)
     assert torch.equal(gradients[1], 1024.0 * gradients[0])
+
+
+def test_counted_per_token_losses_weigh_by_tokens_in_the_loss_not_by_tokens_routed():
+    """Megatron's weigh by the tokens routed on each rank, which is right for no loss mask."""
+    run_ranks(_check_weight, 1)
+
+
+def _check_weight(rank):
+    groups = start_groups(Layout(1))
+    gradients = {}
+    for counted in (None, 1.0, 6.0):
+        get_cuda_rng_tracker().reset()
+        layer = build_layer(Case(), Layout(1), groups, calculate_per_token_loss=True)
+        if counted is not None:
+            set_loss_tokens(torch.tensor(counted))
+        (layer(hidden_SBD())[0] * 0.0).sum().backward()
+        gradients[counted] = layer.router.weight.grad
+    torch.testing.assert_close(gradients[6.0], 6.0 * gradients[1.0])
+    # Where nobody says what is in the loss, all tokens are.
+    torch.testing.assert_close(gradients[None], 2.0 * S * gradients[1.0])
 
 
 def test_padding_masks_are_checked():

@@ -94,3 +94,39 @@ def test_padding_counts_nowhere():
     assert torch.equal(*rows)
     reports = [replace(RoutingReport.of(row[None], (1,)), layer_numbers=()) for row in rows]
     assert reports[0].scalars() == reports[1].scalars()
+
+
+def test_two_stacks_are_reported_apart_and_together():
+    rows = torch.stack(
+        [
+            row_of([0, 0, 0], balance=0.5),
+            row_of([0, 1, 2, 3], balance=1.5),
+            row_of([1, 1, 1, 1, 2], balance=4.0),
+        ]
+    )
+    report = RoutingReport.of(rows, (2, 4, 6), encoder_layers=4)
+    stacks = report.stacks()
+    assert list(stacks) == ["encoder", "decoder"]
+    assert [part.layer_numbers for part in stacks.values()] == [(2, 4), (6,)]
+    assert stacks["encoder"].balance_loss_L.tolist() == [0.5, 1.5]
+    assert torch.equal(stacks["decoder"].load_LE, report.load_LE[2:])
+    assert report.layer_names() == ("encoder_layer_1", "encoder_layer_3", "decoder_layer_1")
+    scalars = report.scalars()
+    assert scalars["load_balancing_loss"] == 2.0
+    assert scalars["encoder_load_balancing_loss"] == 1.0
+    assert scalars["decoder_load_balancing_loss"] == 4.0
+    assert scalars["encoder_dropped"] == pytest.approx(1 / 6)
+    assert scalars["decoder_dropped"] == pytest.approx(2 / 5)
+    assert scalars["decoder_dead_experts"] == 2
+
+
+def test_one_stack_has_no_parts():
+    report = RoutingReport.of(torch.stack([row_of([0, 1])]), (2,))
+    assert report.stacks() == {}
+    assert report.layer_names() == ("layer_1",)
+    assert not any(name.startswith(("encoder", "decoder")) for name in report.scalars())
+
+
+def test_a_stack_without_experts_is_left_out():
+    report = RoutingReport.of(torch.stack([row_of([0, 1])]), (2,), encoder_layers=4)
+    assert list(report.stacks()) == ["encoder"]

@@ -2,8 +2,8 @@
 
 Model, data and loop are those of the emulation's own harness. The repairs stand around
 them, because without them the loop does not save in every layout. The norm before the
-experts gets the name that it has with Transformer Engine, which is what stock checkpoints
-of models with experts are trained with; Megatron's plain torch layers name it otherwise.
+experts gets the name that it has with Transformer Engine, unless a test asks for the one
+that Megatron's plain torch layers save it under.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,15 @@ from megatron_switch.patching import Patch, applied
 from megatron_switch.repairs import repaired_megatron
 
 
-def train_stock(num_ranks: int, flags: str) -> None:
+def train_stock(num_ranks: int, flags: str, *, engine_names: bool = True) -> None:
     """Train on forked ranks, and fail when one of them does."""
-    code = launch(num_ranks, lambda: _train_rank(flags))
+    code = launch(num_ranks, lambda: _train_rank(flags, engine_names))
     assert code == 0, f"training with {flags} ended with exit code {code}"
 
 
-def _train_rank(flags: str) -> None:
-    with cuda_on_cpu(), repaired_megatron(), applied([_NAMES_OF_TRANSFORMER_ENGINE]):
+def _train_rank(flags: str, engine_names: bool) -> None:
+    patches = [_NAMES_OF_TRANSFORMER_ENGINE] if engine_names else []
+    with cuda_on_cpu(), repaired_megatron(), applied(patches):
         command = f"{stock_pretrain.MOE_FLAGS} {flags}"
         stock_pretrain.pretrain(command, stock_pretrain.Record())
         torch.distributed.barrier()

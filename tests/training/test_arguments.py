@@ -129,5 +129,7 @@ def test_a_bad_model_file_is_refused_by_the_flags_name(model_file, content, mess
 
 
 def test_a_missing_model_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"--switch-model .*none\.json does not exist"):
+    with pytest.raises(
+        ConfigError, match=r"--switch-model .*switch-base-128.*none\.json is neither"
+    ):
         parse_command_line(["--switch-model", str(tmp_path / "none.json")])

@@ -1,17 +1,22 @@
 """Micro-batches are numbered the same in every layout, and a loss counts the tokens it should."""
 
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import nn
 
 from megatron_switch.moe.counter import mix
+from megatron_switch.testing.ranks import run_ranks
 from megatron_switch.training import batch
-from megatron_switch.training.batch import ForwardStep, masked_loss
+from megatron_switch.training.batch import ForwardStep, masked_loss, over_context_ranks
+from megatron_switch.training.micro_batch import KEYS
 
 SEED = 7
-NOTHING = dict.fromkeys(("tokens", "position_ids", "attention_mask", "labels", "loss_mask"))
+NOTHING = dict.fromkeys(KEYS)
 
 
 class Chunk(nn.Module):
@@ -36,7 +41,7 @@ class Rank:
         monkeypatch.setattr(batch, "get_args", lambda: self.args)
         monkeypatch.setattr(batch, "get_num_microbatches", lambda: micro_batches)
         monkeypatch.setattr(batch, "set_step_key", self.keys.append)
-        monkeypatch.setattr(batch, "_read_batch", lambda *_, **__: NOTHING)
+        monkeypatch.setattr(batch, "read_micro_batch", lambda *_, **__: NOTHING)
         monkeypatch.setattr(mpu, "get_data_parallel_rank", lambda: replica)
         monkeypatch.setattr(mpu, "get_data_parallel_world_size", lambda: replicas)
 
@@ -127,3 +132,29 @@ def test_masked_loss_of_bf16_is_summed_in_fp32():
     total, _, logged = masked_loss(torch.ones(1, 1024), loss_BS)
     assert total.dtype == logged["lm loss"].dtype == torch.float32
     torch.testing.assert_close(total, loss_BS.float().sum())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_mean_of_a_sequence_that_is_cut_is_the_mean_of_the_whole(per_token):
+    """Megatron's is the mean of the parts' means, which is another number."""
+    run_ranks(_check_context_mean, 2, per_token)
+
+
+def _check_context_mean(rank, per_token):
+    size, num_tokens = 2, 4  # in the loss: one on the first rank, three on the second
+    losses_S = torch.tensor([[1.0, 9.0, 9.0], [2.0, 3.0, 4.0]])[rank].requires_grad_()
+    mask_S = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])[rank]
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=size, create_gloo_process_groups=False
+    )
+    batch.get_args = lambda: Namespace(calculate_per_token_loss=per_token)
+    loss = over_context_ranks(partial(masked_loss, mask_S))
+    total, counted, logged = loss(losses_S)
+    if per_token:  # Megatron divides by the tokens of all ranks itself
+        (total / num_tokens).backward()
+    else:  # and here by what the loss function counted, and by the number of ranks
+        (total / counted / size).backward()
+    torch.testing.assert_close(losses_S.grad, mask_S / num_tokens)
+    sums = logged["lm loss"].clone()
+    dist.all_reduce(sums)
+    assert (sums[0] / sums[1]).item() == 2.5

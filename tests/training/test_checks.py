@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron_switch.config import SwitchConfig
-from megatron_switch.errors import ConfigError, DataError, LayoutError
-from megatron_switch.training import checks
-from megatron_switch.training.checks import check_before_megatron, check_data, check_layout
+from megatron_switch.errors import ConfigError, LayoutError
+from megatron_switch.training.checks import check_before_megatron, check_layout
 from megatron_switch.training.model import resolve_dispatch
 
 GIB = 2**30
@@ -94,31 +93,9 @@ def test_samples_are_as_good_as_iterations_and_evaluation_needs_neither(sparse_l
     assert notes(line) == ()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mock_data": False}, r"nothing to train on: no --data-path .*prepare.*--mock-data"),
-        ({"tokenizer_type": None}, r"no tokenizer: --tokenizer-type was not given"),
-        (
-            {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "gone.model"},
-            r"SentencePieceTokenizer reads a model file, and --tokenizer-model gone\.model is none",
-        ),
-    ],
-)
-def test_missing_sources_are_named(sparse_line, changes, message):
-    args = sparse_line().args
-    args.mock_data = True
-    for name, value in changes.items():
-        setattr(args, name, value)
-    with pytest.raises(DataError, match=message):
-        checks._check_sources(args)
-
-
-@pytest.mark.parametrize(
-    "flags", ["--data-path a", "--train-data-path 0.5 a 0.5 b", "--data-args-path list.txt"]
-)
-def test_data_may_be_named_in_several_ways(sparse_line, flags):
-    checks._check_sources(sparse_line(flags).args)
+def test_a_batch_that_would_not_grow_is_refused(sparse_line):
+    with pytest.raises(ConfigError, match=r"got 2 2 8: .*--step-batch-size-schedule"):
+        notes(sparse_line("--rampup-batch-size 2 2 8"))
 
 
 def test_a_factor_of_0_is_refused(sparse_line):
@@ -208,20 +185,6 @@ def test_a_layout_that_does_not_fit_is_explained(sparse_line, ranks, flags, mess
         layout(sparse_line(flags), ranks)
 
 
-def test_every_named_file_is_checked_once_by_the_first_rank(sparse_line, monkeypatch):
-    seen = []
-    monkeypatch.setattr(checks, "get_tokenizer", lambda: type("T", (), {"vocab_size": 127}))
-    monkeypatch.setattr(
-        checks, "check_indexed_dataset", lambda prefix, vocab_size: seen.append(prefix)
-    )
-    args = sparse_line("--train-data-path 0.3 a 0.7 b --valid-data-path c").args
-    args.rank = 0
-    check_data(args)
-    args.rank = 1
-    check_data(args)
-    assert seen == ["a", "b", "c"]
-
-
 def test_another_megatron_is_refused(sparse_line, monkeypatch):
     from megatron_switch import upstream
     from megatron_switch.errors import UpstreamError
@@ -236,3 +199,30 @@ def test_settings_are_checked_as_resolved(sparse_line):
     line.args.mock_data = True
     switch = replace(SwitchConfig.from_args(line.args), drop_order="probability", dispatch="packed")
     assert len(check_before_megatron(line, switch, "cpu")) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--full-validation", r"Add --multiple-validation-sets to --full-validation"),
+        (
+            "--full-validation --multiple-validation-sets --test-data-path gone",
+            r"cannot evaluate test data .* Leave --test-data-path out",
+        ),
+        ("--sft", r"--sft asks for samples of another form .* --reset-attention-mask"),
+        ("--dataloader-inter-document-masking", r"--dataloader-inter-document-masking asks for"),
+        ("--fim-data", r"--fim-data asks for samples of another form"),
+    ],
+)
+def test_data_that_would_be_read_otherwise_are_refused(sparse_line, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        notes(sparse_line(flags))
+
+
+def test_a_captured_iteration_cannot_be_looked_into(sparse_line):
+    flags = "--cuda-graph-impl full_iteration"
+    (note,) = notes(sparse_line(flags))
+    assert "this is --switch-nonfinite ignore" in note
+    assert notes(sparse_line(f"{flags} --switch-nonfinite ignore")) == ()
+    with pytest.raises(ConfigError, match=r"cannot be left out: got --switch-nonfinite skip"):
+        notes(sparse_line(f"{flags} --switch-nonfinite skip"))

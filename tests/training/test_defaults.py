@@ -31,6 +31,33 @@ def test_layers_with_experts_are_every_second_from_the_second(sparse_line):
     assert line.args.moe_layer_freq == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "factor"),
+    [
+        ("--switch-recipe megatron", -1.0),
+        ("--switch-recipe megatron --moe-expert-capacity-factor 1.5", 1.5),
+        (
+            "--switch-recipe megatron --moe-expert-capacity-factor 1.5 "
+            "--switch-eval-capacity-factor 3",
+            3.0,
+        ),
+        ("--moe-expert-capacity-factor 1.5", 2.0),
+    ],
+)
+def test_megatrons_recipe_has_one_capacity_factor_for_both(sparse_line, flags, factor):
+    line = sparse_line(flags)
+    fill_defaults(line, "cpu")
+    assert line.args.switch_eval_capacity_factor == factor
+
+
+@pytest.mark.parametrize("action", ["raise", "skip", "ignore"])
+def test_megatrons_search_for_nan_is_off_where_steps_are_skipped(sparse_line, action):
+    line = sparse_line(f"--switch-nonfinite {action}")
+    told = fill_defaults(line, "cpu")
+    assert line.args.check_for_nan_in_loss_and_grad == (action != "skip")
+    assert ("--no-check-for-nan-in-loss-and-grad" in told) == (action == "skip")
+
+
 @pytest.mark.parametrize(("given", "kept"), [("[1,0,0,1]", [1, 0, 0, 1]), ("2", 2), ("1", 1)])
 def test_a_given_pattern_is_kept(sparse_line, given, kept):
     line = sparse_line(f"--moe-layer-freq {given}")

@@ -1,7 +1,15 @@
-"""The demo's texts, from records small enough to read."""
+"""The demo's texts, from records small enough to read, and how it follows a training."""
 
+import io
 import json
+import sys
+from argparse import Namespace
 
+import pytest
+from rich.console import Console
+
+from megatron_switch.errors import SwitchError
+from megatron_switch.training import demo
 from megatron_switch.training.demo import health_bars, read_metrics, summary
 
 FIRST = {
@@ -41,3 +49,62 @@ def test_a_line_under_way_is_not_read(tmp_path):
     path.write_text(json.dumps(FIRST) + "\n" + json.dumps(LAST)[:20])
     assert read_metrics(path) == [FIRST]
     assert read_metrics(tmp_path / "none") == []
+
+
+def trains_like(monkeypatch, program):
+    """Let a short program stand in for the training."""
+    monkeypatch.setattr(demo, "_command", lambda *words: [sys.executable, "-c", program])
+
+
+def follow(tmp_path, iterations):
+    screen = Console(file=io.StringIO(), width=300)
+    demo._train([], tmp_path / "run", iterations, screen)
+    return screen.file.getvalue()
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(monkeypatch, tmp_path):
+    def seen(process, metrics, memory):
+        process.wait()
+        for done in (1, 19, 20, 39, 47, 47, 50):
+            yield {**FIRST, "iteration": done}
+
+    monkeypatch.setattr(demo, "_follow", seen)
+    trains_like(monkeypatch, "pass")
+    text = follow(tmp_path, 50)
+    assert f"about 2 minutes on 2 cores; follow with:\n  tail -f {tmp_path / 'train.log'}\n" in text
+    told = [line.split()[1] for line in text.splitlines() if line.startswith("iteration ")]
+    assert told == ["1/50", "20/50", "47/50"]
+
+
+def test_a_training_that_fails_is_an_error_with_its_output(monkeypatch, tmp_path, capsys):
+    trains_like(monkeypatch, "print('no such layout'); raise SystemExit(2)")
+    with pytest.raises(SwitchError, match=r"exit code 2; .*train\.log.*--output"):
+        follow(tmp_path, 50)
+    assert "no such layout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("records", "stop"), [([FIRST, {**FIRST, "iteration": 67}], 67), ([], 0)], ids=["some", "none"]
+)
+def test_training_that_was_stopped_is_said_and_not_looked_at(
+    monkeypatch, tmp_path, capsys, records, stop
+):
+    def train(flags, folder, iterations, screen):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+        return 1.0, 1
+
+    monkeypatch.setattr(demo, "_prepare", lambda *words: None)
+    monkeypatch.setattr(demo, "_data_flags", lambda data: [])
+    monkeypatch.setattr(demo, "_train", train)
+    assert demo.run(Namespace(output=tmp_path, iterations=200, vocab_size=300, prompt="a")) == 1
+    printed = capsys.readouterr()
+    assert f"stopped at iteration {stop} of 200. The same command goes on" in printed.err
+    assert str(tmp_path / "run" / "resume.sh") in printed.err
+    assert "3. What happened" not in printed.out
+
+
+def test_training_that_reached_its_end_was_not_stopped(tmp_path):
+    validation = {"kind": "validation", "iteration": 300}
+    assert demo.stopped_early([FIRST, LAST], 200, tmp_path) == ""
+    assert "stopped at iteration 200" in demo.stopped_early([LAST, validation], 201, tmp_path)

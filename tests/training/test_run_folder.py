@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,6 +15,7 @@ from megatron_switch import __version__
 from megatron_switch.errors import ConfigError
 from megatron_switch.testing.checkpoints import save_checkpoint
 from megatron_switch.training import run_folder
+from megatron_switch.training.arguments import parse_command_line
 from megatron_switch.training.run_folder import COMMAND_VARIABLE, SCHEMA, RunFolder
 
 
@@ -21,6 +23,12 @@ def arguments(**changes):
     values = {
         "seed": 1234,
         "data_path": ["text"],
+        "train_data_path": None,
+        "valid_data_path": None,
+        "test_data_path": None,
+        "data_args_path": None,
+        "per_split_data_args_path": None,
+        "split": "98,1,1",
         "mock_data": False,
         "tokenizer_type": "SentencePieceTokenizer",
         "tokenizer_model": "tokenizer.model",
@@ -193,6 +201,13 @@ def test_resume_runs_the_same_command_and_takes_more_flags(folder, monkeypatch, 
     assert words == ["-m", "megatron_switch", "train", *given, "--exit-interval", "5"]
 
 
+def test_resume_says_how_to_train_longer_than_was_planned(folder):
+    started(folder)
+    flags = re.search(r"# To train longer .*: (--.*)", (folder.path / "resume.sh").read_text())[1]
+    args = parse_command_line(flags.replace("N", "400").split()).args
+    assert (args.train_iters, args.override_opt_param_scheduler) == (400, True)
+
+
 def test_resume_starts_torchrun_where_torchrun_started_the_run(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -207,3 +222,19 @@ def test_resume_starts_the_launcher_that_left_its_command(folder, monkeypatch, t
     started(folder)
     _, *words = resume_words(folder, monkeypatch, tmp_path)
     assert words == ["launcher", "-n", "2 3", "--exit-interval", "5"]
+
+
+def test_one_process_at_a_time_trains_in_a_folder(folder):
+    folder.hold()
+    with pytest.raises(
+        ConfigError, match=f"Another process is training in --switch-run-dir {folder.path}"
+    ):
+        RunFolder(folder.path).hold()
+    assert folder._lock is not None
+    folder._lock.close()
+    RunFolder(folder.path).hold()
+
+
+def test_a_held_folder_is_still_nobodys(folder):
+    folder.hold()
+    folder.refuse_strangers()

@@ -59,3 +59,10 @@ def test_nothing_is_said_where_a_launcher_or_nobody_else_is(environ):
 def test_what_is_missing_is_said(environ, message):
     with pytest.raises(ConfigError, match=message):
         slurm_ranks(environ)
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_STEP_NUM_NODES", "SLURM_JOB_ID"])
+def test_half_of_what_srun_sets_is_refused(name):
+    environ = {key: value for key, value in STEP.items() if key != name}
+    with pytest.raises(ConfigError, match=f"SLURM_STEP_NUM_TASKS=8, but not .*: {name}"):
+        slurm_ranks(environ)

@@ -26,6 +26,7 @@ ROOT = Path(megatron_switch.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if "examples" not in path.parts)
 
 PRIVATE_NAMES = {
+    "megatron.core.parallel_state._global_process_group_list",
     "megatron.core.dist_checkpointing.strategies.filesystem_async._results_queue",
     "megatron.training.global_vars._GLOBAL_TENSORBOARD_WRITER",
     "megatron.training.global_vars._set_signal_handler",

@@ -1,0 +1,164 @@
+"""Where tensors come from and what they must be, whatever the file format.
+
+A :class:`TensorSource` lists its tensors without reading them and reads any box of any of them, so
+that a conversion plans with sizes and types alone, refuses what does not fit before it writes a
+byte, and afterwards never holds more than the tensor at hand.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_switch.errors import CheckpointError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that a weight may have in a file."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: one offset and one size for each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """Return the box that is the whole tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def row(cls, shape: Sequence[int], index: int) -> "Box":
+        """Return row ``index`` of the first dim, which stays, with size 1."""
+        return cls((index, *(0 for _ in shape[1:])), (1, *shape[1:]))
+
+    def intersection(self, other: "Box") -> "Box | None":
+        """Return the part that two boxes of one tensor share, or None."""
+        begin = tuple(map(max, self.offsets, other.offsets))
+        end = tuple(map(min, self.ends, other.ends))
+        sizes = tuple(e - b for b, e in zip(begin, end, strict=True))
+        return None if any(size <= 0 for size in sizes) else Box(begin, sizes)
+
+    def slices_in(self, outer: "Box") -> tuple[slice, ...]:
+        """Return the index of this box in a tensor that holds ``outer``."""
+        return tuple(
+            slice(at - origin, at - origin + size)
+            for at, origin, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        )
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last index of each dim."""
+        return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    """Where it is, for messages; a tensor in several files names their folder."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorSource(Protocol):
+    """Tensors in files, read one at a time."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by its key."""
+        ...
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """Return a tensor, or a box of it, on the CPU, in storage of its own.
+
+        Raises:
+            CheckpointError: The file does not hold what was announced.
+        """
+        ...
+
+
+def expect(source: TensorSource, key: str, shape: Sequence[int]) -> TensorInfo:
+    """Return what is known of a tensor, after checking that it is what a model needs.
+
+    Raises:
+        CheckpointError: It is missing, has another shape, or is no floating-point number.
+    """
+    info = source.tensors.get(key)
+    if info is None:
+        raise CheckpointError(f"{place(source)} lacks {key}, expected with shape {tuple(shape)}.")
+    if info.shape != tuple(shape):
+        raise CheckpointError(
+            f"{info.file}: {key} has shape {info.shape}, but the configuration needs "
+            f"{tuple(shape)}. Correct the configuration, or take the files that belong to it."
+        )
+    if info.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{info.file}: {key} is of type {info.dtype}, but a weight is expected to be one of "
+            f"{', '.join(str(dtype) for dtype in FLOATS)}. Dequantize the model first."
+        )
+    return info
+
+
+def place(source: TensorSource) -> Path:
+    """Return the folder of a source, for messages about what is not in it."""
+    files = {info.file for info in source.tensors.values()}
+    first = min(files, default=Path())
+    return first if first.is_dir() else first.parent
+
+
+def check_finite(tensor: Tensor, key: str, file: Path) -> None:
+    """Raise when a weight holds NaN or an infinity.
+
+    Raises:
+        CheckpointError: Naming file, key and how many elements are bad.
+    """
+    # A sum shows whether any is bad, without another tensor of the same size.
+    if bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+        return
+    bad = int((~torch.isfinite(tensor)).sum())
+    if bad:
+        raise CheckpointError(
+            f"{file}: {key} holds {bad} elements that are NaN or infinite, of {tensor.numel()}; "
+            "every weight is expected to be finite. Take an earlier checkpoint."
+        )
+
+
+def listing(names: Iterable[str], limit: int = 8) -> str:
+    """Return the first names of a set, sorted, and how many more there are."""
+    every = sorted(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more
+
+
+def common_dtype(infos: Iterable[TensorInfo]) -> torch.dtype:
+    """Return the type that holds every value of several tensors."""
+    dtypes = [info.dtype for info in infos]
+    result = dtypes[0]
+    for dtype in dtypes[1:]:
+        result = torch.promote_types(result, dtype)
+    return result
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes / 2**10:.1f} KiB"

@@ -1,0 +1,1 @@
+"""Commands that work on files: their flags, their output, and nothing of the work itself."""

@@ -1,0 +1,106 @@
+"""``megatron-switch reshard``: rewrite a checkpoint for another layout, offline, in one process."""
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import fields
+from pathlib import Path
+
+from megatron_switch.checkpoint.files import checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.resharding import (
+    args_for,
+    plan_resharding,
+    read_state,
+    write_resharding,
+)
+from megatron_switch.checkpoint.tensors import size_text
+from megatron_switch.commands.progress import bytes_progress
+from megatron_switch.config import FLAG_PREFIX, SwitchConfig
+from megatron_switch.errors import CheckpointError
+from megatron_switch.layout.grid import Layout
+from megatron_switch.training.checks import check_layout
+
+_SIZES = {
+    "tensor-model-parallel-size": "tp",
+    "pipeline-model-parallel-size": "pp",
+    "expert-model-parallel-size": "ep",
+    "expert-tensor-parallel-size": "etp",
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Rewrite as the command line says, and return the exit status.
+
+    Args:
+        argv: Words behind the command's name.
+
+    Raises:
+        SwitchError: The layout is not legal for the model, or the checkpoint cannot be moved.
+    """
+    own = _parser().parse_args(list(argv))
+    found = find_checkpoint(checkpoint_folder(own.load), iteration=own.iteration)
+    state = read_state(found)
+    layout = _layout(own, state["args"])
+    plan = plan_resharding(found, layout, state)
+    with bytes_progress("resharding", 2 * plan.nbytes) as on_bytes:
+        write_resharding(plan, own.save, workers=own.workers, on_bytes=on_bytes)
+    old = state["args"]
+    print(
+        f"{own.save}: {found.folder.name}, {size_text(plan.nbytes)} in {len(plan.chunks)} "
+        f"boxes, read back and equal. TP {old.tensor_model_parallel_size} -> {layout.tp}, PP "
+        f"{old.pipeline_model_parallel_size} -> {layout.pp}, EP {old.expert_model_parallel_size} "
+        f"-> {layout.ep}, ETP {old.expert_tensor_parallel_size} -> {layout.etp}."
+    )
+    for note in plan.notes:
+        print(note)
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="megatron-switch reshard",
+        description="Rewrite a checkpoint for another layout, weights and optimizer moments "
+        "together, in one process and without a model.",
+    )
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--save", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--iteration", type=int, help="default: the newest one")
+    for flag in _SIZES:
+        parser.add_argument(f"--{flag}", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks of the next run (default: the fewest that the sizes need)",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, help="threads; memory grows with them (default: 1)"
+    )
+    return parser
+
+
+def _layout(own: Namespace, args: Namespace) -> Layout:
+    """Return the new layout, checked against the model as at the start of a run."""
+    sizes = {name: getattr(own, flag.replace("-", "_")) for flag, name in _SIZES.items()}
+    if sizes["ep"] > 1 and not args.num_experts:
+        raise CheckpointError(
+            f"The model has no experts, got --expert-model-parallel-size {sizes['ep']}. Leave the "
+            "flag out."
+        )
+    least = sizes["pp"] * math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
+    layout = Layout(world_size=own.world_size or least, cp=1, **sizes)
+    new, _ = args_for(args, layout)
+    new.global_batch_size = None  # how much a step reads is the next run's affair
+    new.context_parallel_size = 1
+    with redirect_stdout(sys.stderr):
+        return check_layout(new, _settings(args))
+
+
+def _settings(args: Namespace) -> SwitchConfig:
+    """Return the stored Switch settings; what stock Megatron or an older release lacks is ours."""
+    stored = {
+        field.name: getattr(args, FLAG_PREFIX + field.name, None) for field in fields(SwitchConfig)
+    }
+    return SwitchConfig(**{name: value for name, value in stored.items() if value is not None})

@@ -1,0 +1,235 @@
+"""``megatron-switch upcycle``: a dense model becomes a Switch model.
+
+Its experts begin as the dense MLPs. The dense model is a Megatron checkpoint (``--load``) or a
+folder in Hugging Face's format (``--hf``: Llama, Qwen2, Qwen3, T5). With ``--text`` the first loss
+of the new model is reported beside the dense one's.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_switch.checkpoint.conversion import (
+    TOKENIZER_FOLDER,
+    open_weights,
+    plan_import,
+    stored_args,
+    write_release,
+)
+from megatron_switch.checkpoint.dist_writer import Chunk
+from megatron_switch.checkpoint.files import checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.gpt_config import LAYOUTS, read_gpt_config
+from megatron_switch.checkpoint.gpt_model import GptModel, gpt_flags, gpt_from_args
+from megatron_switch.checkpoint.gpt_names import gpt_table
+from megatron_switch.checkpoint.hf_folder import CONFIG, copy_tokenizer, read_json
+from megatron_switch.checkpoint.rows import NameTable
+from megatron_switch.checkpoint.staging import folder_put_in_place
+from megatron_switch.checkpoint.t5_model import T5Model, t5_flags, t5_from_args, t5_from_config
+from megatron_switch.checkpoint.t5_names import t5_table
+from megatron_switch.checkpoint.tensors import Box, size_text
+from megatron_switch.checkpoint.tokenizer_files import tokenizer_flags
+from megatron_switch.checkpoint.upcycling import Upcycling, upcycle
+from megatron_switch.commands.progress import bytes_progress
+from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.models.gpt import switch_layer_pattern
+from megatron_switch.training.written_arguments import written_arguments
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """The dense model, wherever it came from."""
+
+    model: GptModel | T5Model
+    chunks: tuple[Chunk, ...]
+    flags: dict[str, Any]
+    """Flags of its tokenizer and precision."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Upcycle as the command line says, and return the exit status.
+
+    Args:
+        argv: Words behind the command's name.
+
+    Raises:
+        SwitchError: The model cannot be upcycled; nothing was written.
+    """
+    own = _parser().parse_args(list(argv))
+    dense = _from_hf(own) if own.hf is not None else _from_megatron(own)
+    pattern = _pattern(own, dense.model.shape)
+    model, table, how = _sparse(dense.model, pattern, own)
+    chunks = upcycle(dense.chunks, how)
+    flags = gpt_flags(model) if isinstance(model, GptModel) else t5_flags(model)
+    padded = model.shape.padded_vocab_size
+    args = written_arguments({**flags, **dense.flags}, padded_vocab_size=padded)
+    size = sum(chunk.nbytes for chunk in chunks)
+    with (
+        bytes_progress("upcycling", size) as on_bytes,
+        folder_put_in_place(own.save, needed_bytes=size, flag="--save") as folder,
+    ):
+        if own.hf is not None:
+            copy_tokenizer(own.hf, folder / TOKENIZER_FOLDER)
+        write_release(folder, chunks, table, args, workers=own.workers, on_bytes=on_bytes)
+    print(
+        f"{own.save}: {own.num_experts} experts in {len(how.sparse)} layers, "
+        f"{size_text(size)} (the dense model: "
+        f"{size_text(sum(chunk.nbytes for chunk in dense.chunks))})."
+    )
+    if own.text is not None:
+        from megatron_switch.commands.first_loss import first_losses
+
+        with redirect_stdout(sys.stderr):
+            losses = first_losses(own.text, args, dense_folder=own.load, hf=own.hf, new=own.save)
+        print(losses.explained(own.scale, own.num_experts))
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="megatron-switch upcycle",
+        description="Turn a dense model into a Switch model whose experts begin as its MLPs.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--load", type=Path, metavar="DIR", help="a Megatron checkpoint")
+    source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face's Llama, Qwen or T5")
+    parser.add_argument("--save", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--num-experts", type=int, required=True, metavar="E")
+    parser.add_argument(
+        "--moe-layer-freq",
+        metavar="[0,1,...]",
+        help="which layers get experts, of both stacks where there are two (default: every second)",
+    )
+    parser.add_argument(
+        "--scale",
+        choices=("none", "sqrt_e"),
+        default="none",
+        help="none: plain copies. sqrt_e: two factors sqrt(E) undo the gate of a uniform router",
+    )
+    parser.add_argument(
+        "--router-scale",
+        type=float,
+        default=0.1,
+        help="--switch-init-scale of the new routers; 0 makes them zero (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="of the routers")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="report the first loss on this text"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="threads (default: 1)")
+    return parser
+
+
+def _from_megatron(own: Namespace) -> _Dense:
+    found = find_checkpoint(checkpoint_folder(own.load))
+    args = stored_args(found)
+    weights, others, _ = open_weights(found, args)
+    model: GptModel | T5Model
+    if getattr(args, "switch_arch", "gpt") == "t5":
+        model = t5_from_args(args, weights.tensors, vocab_size=None)
+        table = t5_table(model.shape, switch=True)
+    else:
+        model = gpt_from_args(args)
+        table = gpt_table(model.shape)
+    if model.shape.num_experts:
+        raise CheckpointError(
+            f"{found.folder} is a model with {model.shape.num_experts} experts; only a dense one "
+            "can be upcycled."
+        )
+    table.check_megatron(weights, others)
+    chunks = tuple(
+        Chunk(key, info.shape, info.dtype, Box.whole(info.shape), partial(weights.read, key))
+        for key, info in weights.tensors.items()
+        if key not in others
+    )
+    names = ("tokenizer_type", "tokenizer_model", "vocab_size", "bf16", "fp16")
+    flags = {name.replace("_", "-"): getattr(args, name, None) for name in names}
+    return _Dense(model, chunks, flags)
+
+
+def _from_hf(own: Namespace) -> _Dense:
+    plan = plan_import(own.hf)
+    where = str(own.hf / CONFIG)
+    config = read_json(own.hf / CONFIG)
+    model: GptModel | T5Model
+    if config["model_type"] in LAYOUTS:
+        model = read_gpt_config(config, where, multiple=8)
+    else:
+        model = t5_from_config(config, where, plan.source.tensors, multiple=8)
+    if model.shape.num_experts:
+        raise CheckpointError(
+            f"{own.hf} is a model with {model.shape.num_experts} experts; only a dense one can be "
+            "upcycled."
+        )
+    tokenizer = (own.save / TOKENIZER_FOLDER).resolve()
+    flags = tokenizer_flags(own.hf, tokenizer, plan.model.vocab_size)
+    flags["bf16"] = plan.precision == torch.bfloat16
+    flags["fp16"] = plan.precision == torch.float16
+    return _Dense(model, plan.chunks, flags)
+
+
+def _pattern(own: Namespace, shape: Any) -> dict[str, list[int]]:
+    """Return for each stack which layers get experts."""
+    depths = {"decoder": shape.num_layers} if hasattr(shape, "num_layers") else None
+    if depths is None:
+        depths = {"encoder": shape.num_encoder_layers, "decoder": shape.num_decoder_layers}
+    if own.moe_layer_freq is None:
+        return {stack: switch_layer_pattern(depth) for stack, depth in depths.items()}
+    words = own.moe_layer_freq.strip("[] ").split(",")
+    if any(word.strip() not in ("0", "1") for word in words):
+        raise ConfigError(
+            "--moe-layer-freq says of each layer whether it gets experts, as in [0,1,0,1]; got "
+            f"{own.moe_layer_freq}."
+        )
+    pattern = [int(word) for word in words]
+    for stack, depth in depths.items():
+        if len(pattern) != depth:
+            raise ConfigError(
+                f"--moe-layer-freq has {len(pattern)} entries, but the {stack} has {depth} layers."
+            )
+    return dict.fromkeys(depths, pattern)
+
+
+def _sparse(
+    dense: GptModel | T5Model, pattern: dict[str, list[int]], own: Namespace
+) -> tuple[GptModel | T5Model, NameTable, Upcycling]:
+    """Return the sparse model, its names, and how it comes to be."""
+    layers = {
+        stack: tuple(i for i, is_set in enumerate(p) if is_set) for stack, p in pattern.items()
+    }
+    sparse = {(stack, layer) for stack, each in layers.items() for layer in each}
+    common: dict[str, Any] = {
+        "num_experts": own.num_experts,
+        "sparse": sparse,
+        "scale": own.scale,
+        "router_scale": own.router_scale,
+        "seed": own.seed,
+    }
+    if isinstance(dense, GptModel):
+        shape = replace(
+            dense.shape,
+            num_experts=own.num_experts,
+            expert_hidden_size=dense.shape.ffn_hidden_size,
+            sparse_layers=layers["decoder"],
+        )
+        model = replace(dense, shape=shape, routing={})  # Switch's defaults
+        how = Upcycling(unit="gated" if shape.gated else "other", **common)
+        return model, gpt_table(shape), how
+    t5_shape = replace(
+        dense.shape,
+        num_experts=own.num_experts,
+        encoder_sparse=layers["encoder"],
+        decoder_sparse=layers["decoder"],
+    )
+    how = Upcycling(
+        unit="gated" if t5_shape.gated else "relu",
+        layers_before=t5_shape.num_encoder_layers,
+        **common,
+    )
+    return replace(dense, shape=t5_shape, losses={}), t5_table(t5_shape, switch=True), how

@@ -1,0 +1,206 @@
+"""A lower bound of a layout's step time and memory, in a few multiplications.
+
+Never above what :mod:`megatron_switch.layout.timing` and :mod:`megatron_switch.layout.memory` say
+of any way to train with the same sizes: arithmetic has no padding and no recomputation, bytes no
+latency, micro-batches are as many and virtual stages as fine as they can be, and of the state only
+what no saving removes is counted.
+"""
+
+import math
+from dataclasses import replace
+
+from megatron_switch.layout.enumerate_sizes import Choice
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.hardware import Hardware
+from megatron_switch.layout.model_size import GPTShape, T5Shape, total_parameters
+from megatron_switch.layout.timing import dropped_share, micro_batch_flops
+from megatron_switch.layout.traffic import key_value_width
+from megatron_switch.layout.training import Capacity, Training
+
+
+class Bound:
+    """Lower bounds for one model, batch and cluster."""
+
+    def __init__(
+        self,
+        model: GPTShape,
+        training: Training,
+        hardware: Hardware,
+        world_size: int,
+        *,
+        shard: bool = True,
+        offload: bool = True,
+    ) -> None:
+        """Add up what does not depend on the layout.
+
+        Args:
+            model: The model.
+            training: Batch and capacity.
+            hardware: The cluster's parts.
+            world_size: GPUs.
+            shard: Whether weights and gradients may be cut over their copies.
+            offload: Whether the optimizer may be on the host.
+        """
+        self._shard, self._offload = shard, offload
+        self._model, self._training, self._hardware = model, training, hardware
+        self._ranks = world_size
+        self._parameters = total_parameters(model)
+        ends = model.padded_vocab_size * model.hidden_size * (1 if model.tied_head else 2)
+        routers = len(model.sparse_layers) * model.num_experts * model.hidden_size
+        self._blocks = max(0, self._parameters.dense - ends - routers)
+        # One micro-batch of one sequence on one rank; dropping is the least work.
+        self._kept = 1.0 - _least_dropped(model, training)
+        sequence = _one_sequence(training)
+        flops = micro_batch_flops(model, Layout(1), sequence)
+        self._routed = 1.0 - dropped_share(model, Layout(1), sequence)
+        if model.num_experts:
+            halves, size = (3 if model.gated else 2), model.hidden_size
+            width = model.moe_ffn_hidden_size or model.ffn_hidden_size
+            sparse = len(model.sparse_layers)
+            if isinstance(model, T5Shape):
+                sparse += len(model.encoder_sparse_layers)
+            flops -= 6 * sparse * halves * size * width * training.seq_length * (1.0 - self._routed)
+        self._arithmetic = flops * training.global_batch_size / world_size / hardware.flops
+
+    def kept_tokens_per_second(self, seconds: float) -> float:
+        """Return the tokens a second of one GPU that reach their expert, at most."""
+        tokens = self._training.global_batch_size * self._training.seq_length
+        return tokens / seconds / self._ranks * self._kept
+
+    def seconds(self, choice: Choice) -> float:
+        """Return the least step time of any way to train with these sizes; infinite if none fits.
+
+        Where state fits only with the optimizer on the host, what that costs is in it.
+        """
+        states = self.least_states(choice)
+        budget = self._hardware.budget
+        if min(states.values()) > budget:
+            return math.inf
+        hardware, ranks = self._hardware, self._ranks
+        dense_copies = ranks // (choice.tp * choice.pp)
+        micro_batches = self._training.global_batch_size // (dense_copies // choice.cp)
+        chunks = self._model.num_layers // choice.pp
+        bubble = (choice.pp - 1) / (chunks * micro_batches)
+        busy = self._arithmetic + self._tensor_seconds(choice, micro_batches)
+        busy += self._context_seconds(choice, micro_batches)
+        if self._model.num_experts:
+            busy += self._exchange_seconds(choice)
+        expert = self._parameters.expert / (choice.ep * choice.etp * choice.pp)
+        dense = self._dense_on_a_rank(choice)
+        expert_copies = ranks // (choice.ep * choice.etp * choice.pp)
+        end = self._gradient_seconds(dense, dense_copies, choice.tp, choice)
+        end += self._gradient_seconds(expert, expert_copies, choice.ep * choice.etp, choice)
+        owned = dense / dense_copies + expert / expert_copies
+        on_host = all(size > budget for name, size in states.items() if name != "host")
+        if on_host:
+            end += (34 + self._training.width) * owned / (hardware.host_link_gb_s * 1e9)
+        else:
+            end += 30 * owned / (hardware.hbm_gb_s * 1e9)
+        return (busy * (1 + bubble) + end) * hardware.step_factor
+
+    def least_state(self, choice: Choice) -> float:
+        """Return the bytes of a rank's state under the greatest saving."""
+        return min(self.least_states(choice).values())
+
+    def least_states(self, choice: Choice) -> dict[str, float]:
+        """Return the least bytes of a rank's state by where it is kept."""
+        expert = self._parameters.expert / (choice.ep * choice.etp * choice.pp)
+        dense = self._dense_on_a_rank(choice)
+        copies = self._ranks // (choice.ep * choice.etp * choice.pp)
+        dense_copies = self._ranks // (choice.tp * choice.pp)
+        width = self._training.width
+        kept = width + (4 if self._training.fp32_gradients else width)
+        optimizer = 12.0 if width == 2 else 8.0
+        cut = expert / copies + dense / dense_copies
+        states = {"distributed": kept * (expert + dense) + optimizer * cut}
+        if self._shard:
+            states["sharded"] = (kept + optimizer) * cut
+        if self._offload:
+            states["host"] = kept * (expert + dense)
+        return states
+
+    def _dense_on_a_rank(self, choice: Choice) -> float:
+        """Return the dense parameters of a rank, at least: without a vocabulary on every stage."""
+        return self._blocks / (choice.tp * choice.pp)
+
+    def _tensor_seconds(self, choice: Choice, micro_batches: int) -> float:
+        if choice.tp == 1:
+            return 0.0
+        model, training = self._model, self._training
+        pairs = 2 * model.num_layers - len(model.sparse_layers)
+        if isinstance(model, T5Shape):
+            pairs += 2 * model.encoder_layers - len(model.encoder_sparse_layers)
+            pairs += model.num_layers
+        tokens = micro_batches * training.seq_length / choice.cp
+        sent = 5 * pairs / choice.pp * tokens * model.hidden_size * training.width
+        return self._ring(sent * (choice.tp - 1) / choice.tp, choice.tp, 1)
+
+    def _context_seconds(self, choice: Choice, micro_batches: int) -> float:
+        if choice.cp == 1:
+            return 0.0
+        model, training = self._model, self._training
+        tokens = micro_batches * training.seq_length / choice.cp
+        one = tokens * key_value_width(model) * training.width / choice.tp
+        inside = choice.tp * choice.cp <= self._hardware.gpus_per_node
+        link = self._hardware.node if inside else self._hardware.network
+        sent = 3 * (choice.cp - 1) * model.num_layers / choice.pp * one
+        return sent / (link.alltoall_gb_s * 1e9)
+
+    def _exchange_seconds(self, choice: Choice) -> float:
+        members = choice.ep * choice.etp
+        if members == 1:
+            return 0.0
+        model, training = self._model, self._training
+        sparse = len(model.sparse_layers)
+        if isinstance(model, T5Shape):
+            sparse += len(model.encoder_sparse_layers)
+        tokens = training.global_batch_size * training.seq_length / self._ranks * choice.pp
+        payload = tokens * choice.etp * self._routed * model.hidden_size * training.width
+        local = min(members, self._hardware.gpus_per_node)
+        across = payload * (members - local) / members
+        inside = payload * (local - 1) / members
+        seconds = max(
+            across / (self._hardware.network.alltoall_gb_s * 1e9),
+            inside / (self._hardware.node.alltoall_gb_s * 1e9),
+        )
+        return 4 * sparse / choice.pp * seconds
+
+    def _gradient_seconds(
+        self, parameters: float, copies: int, stride: int, choice: Choice
+    ) -> float:
+        if copies == 1:
+            return 0.0
+        gradient = 4 if self._training.fp32_gradients else self._training.width
+        sent = parameters * (gradient + self._training.width) * (copies - 1) / copies
+        return self._ring(sent, copies, stride)
+
+    def _ring(self, sent: float, members: int, stride: int) -> float:
+        inside = members * stride <= self._hardware.gpus_per_node
+        link = self._hardware.node if inside else self._hardware.network
+        return sent / (link.ring_gb_s * 1e9)
+
+
+def _one_sequence(training: Training) -> Training:
+
+    return replace(
+        training,
+        micro_batch_size=1,
+        global_batch_size=1,
+        dispatch="packed",
+        recompute="none",
+        capacity=_bounded(training.capacity),
+    )
+
+
+def _bounded(capacity: Capacity) -> Capacity:
+    """Return a capacity that is counted over what one rank sees."""
+
+    return replace(capacity, group="microbatch") if capacity.group == "ep" else capacity
+
+
+def _least_dropped(model: GPTShape, training: Training) -> float:
+    """Return the share of tokens dropped at least, at the largest micro-batch."""
+    if not model.num_experts or training.capacity.group == "ep":
+        return 0.0
+
+    return dropped_share(model, Layout(1), replace(training, micro_batch_size=64))

@@ -1,0 +1,120 @@
+"""Rehearsals of several ranks, each in a process of its own that is forked from this one.
+
+A process can be one rank only: groups, random states and Megatron's globals are its own. The parent
+imports what the ranks need, so that a rank starts at once.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_switch.errors import LayoutError
+from megatron_switch.layout.grid import Layout
+from megatron_switch.rehearsal.observer import Observation
+from megatron_switch.rehearsal.report import RankReport, rank_report
+from megatron_switch.rehearsal.stage import Observed, Rehearsal
+
+Session = Callable[[Sequence[str], Observed], None]
+"""The training session's entry for rehearsals: flags, and what is done otherwise."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launch that is rehearsed.
+
+    Attributes:
+        world_size: Ranks.
+        ranks_per_node: Ranks on each node.
+        flags: Flags of ``megatron-switch train``.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    flags: tuple[str, ...]
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return what a launcher puts into a rank's environment, without any GPU."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(rank % self.ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(min(self.ranks_per_node, self.world_size)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+            "CUDA_VISIBLE_DEVICES": "",  # a rank that is rehearsed on a GPU node stays off the GPU
+        }
+
+
+def sample(world_size: int, *, tp: int, cp: int, pp: int, order: str) -> list[int]:
+    """Return the ranks that stand for all: first, last, and the first of each pipeline stage.
+
+    Where the sizes form no layout it is rank 0 alone, whose session then says why.
+    """
+    try:
+        layout = Layout(world_size, tp=tp, cp=cp, pp=pp, etp=1, order=order)
+    except LayoutError:
+        return [0]
+    firsts = [layout.dense_rank(pp=stage) for stage in range(pp)]
+    return sorted({*firsts, world_size - 1})
+
+
+def rehearse_ranks(launch: Launch, ranks: Sequence[int], session: Session) -> Iterator[RankReport]:
+    """Yield the report of each rank, in the order of ``ranks``, one after another.
+
+    Args:
+        launch: The launch.
+        ranks: Ranks to rehearse.
+        session: Called in each rank's process.
+
+    Raises:
+        SwitchError: What the launch would raise, or what cannot be rehearsed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for rank in ranks:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+            yield process.submit(_rehearse_one, launch, rank, session).result()
+
+
+def _rehearse_one(launch: Launch, rank: int, session: Session) -> RankReport:
+    os.environ.update(launch.environment(rank))
+    torch.set_num_threads(1)
+    found: list[RankReport] = []
+
+    def keep(observation: Observation, notes: Sequence[str], args: Any) -> None:
+        found.append(
+            rank_report(
+                observation,
+                ranks_per_node=launch.ranks_per_node,
+                num_experts=args.num_experts,
+                notes=notes,
+            )
+        )
+
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        for target in (1, 2):
+            os.dup2(output.fileno(), target)
+        try:
+            session(launch.flags, Rehearsal(keep))
+        except SystemExit as exit_:
+            if not found:
+                raise RuntimeError(_ended(rank, exit_, output)) from exit_
+        except RuntimeError as error:
+            sys.stdout.flush()
+            output.seek(0)
+            error.add_note(f"Rank {rank} of the rehearsal printed:\n{output.read()[-4000:]}")
+            raise
+    return found[0]
+
+
+def _ended(rank: int, exit_: SystemExit, output: Any) -> str:
+    sys.stdout.flush()
+    output.seek(0)
+    return f"Rank {rank} ended with code {exit_.code} before its step:\n{output.read()[-4000:]}"

@@ -1,0 +1,148 @@
+"""Fake tensors in a third of the time: shapes of results are worked out once for each kind of call.
+
+torch's fake tensors remember results too, but look at so much of each argument that remembering
+costs as much as working out. Here a call is known by operator, shapes, strides and types, which
+suffices for what a training step does; whatever else occurs is left to torch: tensors with known
+values, results that alias arguments in other ways, operators outside ``aten``.
+
+The first call of a kind always goes through torch, with all its checks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_PLAIN: tuple[type, ...] = (
+    *(int, float, bool, str, type(None)),
+    *(torch.dtype, torch.layout, torch.device, torch.memory_format),
+)
+
+
+class _Effect(Enum):
+    NEW = auto()  # returns tensors with memory of their own
+    IN_PLACE = auto()  # writes its first argument and returns it
+    VIEW = auto()  # returns its first argument's memory under another shape
+    OTHER = auto()
+
+
+class _UnknownError(Exception):
+    """An argument by which a call cannot be known."""
+
+
+class ShapeMemory:
+    """Runs operators on fake tensors.
+
+    Args:
+        mode: torch's mode, entered.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._effects: dict[Any, _Effect] = {}
+        self._results: dict[Any, Callable[[], Any]] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what ``func`` returns, with new fake tensors where it returns new ones."""
+        effect = self._effects.get(func)
+        if effect is None:
+            effect = self._effects[func] = _effect(func)
+        if effect is _Effect.OTHER:
+            return func(*args, **kwargs)
+        try:
+            key = (func, tuple(map(_part, args)), tuple((k, _part(v)) for k, v in kwargs.items()))
+        except _UnknownError:
+            return func(*args, **kwargs)
+        make = self._results.get(key)
+        if make is None:
+            result = func(*args, **kwargs)
+            again = self._maker(effect, result, args)
+            if again is not None:
+                self._results[key] = again
+            return result
+        if effect is _Effect.IN_PLACE:
+            return args[0]
+        if effect is _Effect.VIEW:
+            with in_kernel_invocation_manager(self._mode):
+                view = func(*args, **kwargs)
+            return FakeTensor(self._mode, view, args[0].fake_device)
+        return make()
+
+    def _maker(
+        self, effect: _Effect, result: Any, args: tuple[Any, ...]
+    ) -> Callable[[], Any] | None:
+        """Return what makes such a result again; None where it is not of the simple kind."""
+        if effect is not _Effect.NEW:
+            simple = isinstance(result, FakeTensor) and isinstance(args[0], FakeTensor)
+            return (lambda: None) if simple else None
+        if isinstance(result, Tensor):
+            return self._maker_of_one(result, args)
+        makers = [self._maker_of_one(each, args) for each in result]
+        if any(make is None for make in makers):
+            return None
+        kind = type(result)
+        return lambda: kind([make() for make in makers if make is not None])
+
+    def _maker_of_one(self, result: Any, args: tuple[Any, ...]) -> Callable[[], Tensor] | None:
+        if not isinstance(result, FakeTensor) or result.constant is not None:
+            return None
+        memory = result.untyped_storage()
+        shared = {each.untyped_storage()._cdata for each in _tensors(args)}
+        size, stride, dtype = result.shape, result.stride(), result.dtype
+        device = result.fake_device
+        with in_kernel_invocation_manager(self._mode):
+            alike = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        if memory._cdata in shared or memory.nbytes() != alike.untyped_storage().nbytes():
+            return None
+
+        def make() -> Tensor:
+            with in_kernel_invocation_manager(self._mode):
+                empty = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            return FakeTensor(self._mode, empty, device)
+
+        return make
+
+
+def _effect(func: Any) -> _Effect:
+    """Return what an operator does with memory, as its schema says."""
+    schema = func._schema
+    if func.namespace != "aten" or not schema.returns or torch.Tag.inplace_view in func.tags:
+        return _Effect.OTHER
+    dynamic = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    if any(tag in func.tags for tag in dynamic):
+        return _Effect.OTHER
+    if not all(str(each.type) in ("Tensor", "Tensor[]") for each in schema.returns):
+        return _Effect.OTHER
+    aliases = [each.alias_info for each in schema.returns]
+    if not schema.is_mutable and all(alias is None for alias in aliases):
+        return _Effect.NEW
+    first = schema.arguments[0].alias_info
+    others = [each.alias_info for each in schema.arguments[1:]]
+    one = len(aliases) == 1 and str(schema.returns[0].type) == "Tensor"
+    if not one or first is None or aliases[0] is None or any(others):
+        return _Effect.OTHER
+    return _Effect.IN_PLACE if first.is_write else _Effect.VIEW
+
+
+def _part(value: Any) -> Any:
+    """Return what a call is known by of one argument."""
+    if isinstance(value, FakeTensor):
+        if value.constant is not None or value.layout is not torch.strided:
+            raise _UnknownError
+        return value.shape, value.stride(), value.dtype, value.fake_device
+    if isinstance(value, list | tuple):
+        return tuple(map(_part, value))
+    if isinstance(value, _PLAIN):
+        return type(value), value  # 1, 1.0 and True are equal, and are not the same
+    raise _UnknownError
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,248 @@
+"""``megatron-switch check-layouts``: train in every legal layout and compare with one rank.
+
+On the CPU every case has fresh ranks, forked from one process, so that a case that fails takes
+nothing with it. On GPUs the number of ranks is the launcher's (``torchrun``), the layouts are those
+of that number, and the ranks take one case after the other.
+
+A reference, the run on one rank with the same meaning, comes before the first case that needs it.
+Ranks compare their parts where they are, and send what they found to rank 0, never the tensors.
+"""
+
+import logging
+import os
+import pickle
+import tempfile
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from megatron_switch.emulation import cuda_on_cpu, launch
+from megatron_switch.emulation.launch import import_megatron
+from megatron_switch.errors import ConfigError
+from megatron_switch.repairs import repaired_megatron
+from megatron_switch.testing.layout_cases import WORLD_SIZES, Case, all_cases, quick_cases
+from megatron_switch.testing.layout_run import Fault, run_case
+from megatron_switch.testing.layout_table import Result, heading, lines_of, summary
+from megatron_switch.testing.layout_values import Verdict, WholeValues, report, verdict_of
+from megatron_switch.training.arguments import CommandLine, parse_command_line
+
+_TIMEOUT = timedelta(minutes=3)
+"""How long ranks wait for one another before a case counts as failed."""
+_PATIENCE = timedelta(minutes=30)
+"""The same on GPUs, where all but one wait for the references first."""
+_QUICK_RANKS = 4
+
+Device = Literal["cuda", "cpu"]
+References = Mapping[str, WholeValues]
+"""By the meaning of a case."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cpu: forked ranks of this host. cuda: the ranks of torchrun, with NCCL and, where it "
+        "is installed, Transformer Engine; layouts of that many ranks only.",
+    )
+    parser.add_argument(
+        "--max-ranks",
+        type=int,
+        default=max(WORLD_SIZES),
+        metavar="N",
+        help=f"on the CPU, layouts of up to N of {', '.join(map(str, WORLD_SIZES))} ranks",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"few layouts, of up to {_QUICK_RANKS} ranks: any two sizes or settings that meet in "
+        "a layout of so many ranks still meet in one",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object for each layout, in place of the table"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Check layouts, tell what came of each, and return 0 if all are equal, else 1."""
+    if args.max_ranks < 1:
+        raise ConfigError(f"--max-ranks is at least 1, got {args.max_ranks}.")
+
+    def tell(result: Result) -> None:
+        lines = [result.as_json()] if args.json else lines_of(result)
+        print(*lines, sep="\n", flush=True)
+
+    on_gpus = args.device == "cuda"
+    ranks = _launched_ranks() if on_gpus else args.max_ranks
+    if args.quick and not on_gpus:
+        ranks = min(ranks, _QUICK_RANKS)
+    cases = all_cases(max(WORLD_SIZES) if on_gpus else ranks)
+    if on_gpus:
+        cases = [case for case in cases if case.layout.world_size == ranks]
+    if not cases:
+        raise ConfigError(
+            f"Layouts are checked on {', '.join(map(str, WORLD_SIZES))} ranks, got {ranks}. Change "
+            "--nproc-per-node of torchrun."
+        )
+    if args.quick:
+        cases = quick_cases(cases)
+    if not (args.json or (on_gpus and os.environ["RANK"] != "0")):
+        print(heading(), flush=True)
+    check = _check_on_gpus if on_gpus else check_on_cpu
+    results = check(cases, tell)
+    if results and not args.json:
+        print(summary(results), flush=True)
+    return 0 if all(result.equal for result in results) else 1
+
+
+def check_on_cpu(
+    cases: Sequence[Case], tell: Callable[[Result], None], *, fault: Fault = lambda chunks: None
+) -> list[Result]:
+    """Run cases on forked ranks.
+
+    Args:
+        cases: What to run, one after the other.
+        tell: Called with each result as soon as it is known.
+        fault: As in :func:`~megatron_switch.testing.layout_run.run_case`; references have none.
+
+    Returns:
+        The results, in the order of the cases.
+    """
+    import_megatron()
+    references: dict[str, WholeValues] = {}
+    results = []
+    with tempfile.TemporaryDirectory(prefix="switch-layouts-") as folder:
+        for case in cases:
+            if case.meaning not in references:
+                plain = case.reference()
+                reference = partial(_reference, plain, _parsed(plain, "cpu"), "cpu")
+                alone = _on_ranks(reference, 1, Path(folder))
+                assert alone is not None, "one rank alone failed; its traceback stands above"
+                references[case.meaning] = alone
+            compared = partial(
+                _compared,
+                case,
+                _parsed(case, "cpu"),  # here, once for all ranks: it takes as long as a step
+                "cpu",
+                references[case.meaning],
+                fault=fault,
+            )
+            verdict = _on_ranks(compared, case.layout.world_size, Path(folder))
+            error = "" if verdict else "a rank failed; its traceback is on the error output"
+            results.append(Result(case, verdict, error))
+            tell(results[-1])
+    return results
+
+
+def _on_ranks(target: Callable[[], Any], num_ranks: int, folder: Path) -> Any:
+    """Call ``target`` on fresh ranks and return what rank 0 returns; None if a rank fails.
+
+    Ranks are new for every case because gloo's threads outlive groups that are destroyed.
+    """
+    path = folder / "answer"
+
+    def on_rank() -> None:
+        with cuda_on_cpu(), repaired_megatron(), _quiet():
+            dist.init_process_group("gloo", timeout=_TIMEOUT)
+            answer = target()
+            if dist.get_rank() == 0:
+                path.write_bytes(pickle.dumps(answer))
+            dist.destroy_process_group()
+
+    if launch(num_ranks, on_rank) != 0:
+        return None
+    return pickle.loads(path.read_bytes())
+
+
+def _check_on_gpus(cases: Sequence[Case], tell: Callable[[Result], None]) -> list[Result]:
+    """Run cases on the ranks of a launcher; only rank 0 has results."""
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # which has ten bits of mantissa
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    references: References = {}
+    with repaired_megatron(), _quiet():
+        if os.environ["RANK"] == "0":
+            references = _references_of_one_gpu(cases)
+        dist.init_process_group("nccl", timeout=_PATIENCE)
+        box = [references]
+        dist.broadcast_object_list(box, src=0)
+        results = []
+        for case in cases:
+            flags = _parsed(case, "cuda")
+            verdict = _compared(case, flags, "cuda", box[0][case.meaning])
+            if verdict is not None:
+                results.append(Result(case, verdict))
+                tell(results[-1])
+        dist.destroy_process_group()
+    return results
+
+
+def _references_of_one_gpu(cases: Sequence[Case]) -> References:
+    dist.init_process_group("nccl", rank=0, world_size=1, store=HashStore())
+    plain = {case.meaning: case.reference() for case in cases}
+    references = {
+        meaning: _reference(case, _parsed(case, "cuda"), "cuda") for meaning, case in plain.items()
+    }
+    dist.destroy_process_group()
+    return references
+
+
+def _reference(case: Case, flags: CommandLine, device: Device) -> WholeValues:
+    """Run a case of one rank on this one."""
+    return WholeValues.of(run_case(case, flags, device))
+
+
+def _compared(
+    case: Case,
+    flags: CommandLine,
+    device: Device,
+    reference: WholeValues,
+    *,
+    fault: Fault = lambda chunks: None,
+) -> Verdict | None:
+    """Run a case on these ranks; return what all of them found, on rank 0, else None."""
+    mine = report(run_case(case, flags, device, fault=fault), reference)
+    reports: list[Any] | None = None if dist.get_rank() else [None] * dist.get_world_size()
+    dist.gather_object(mine, reports)
+    if reports is None:
+        return None
+    return verdict_of(reports, reference if case.evaluates else reference.without("of evaluation"))
+
+
+def _parsed(case: Case, device: Device) -> CommandLine:
+    return parse_command_line(case.flags(device))
+
+
+def _launched_ranks() -> int:
+    """Return the number of ranks that a launcher has started with this one.
+
+    Raises:
+        ConfigError: If there was no launcher.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "--device cuda runs on the ranks of a launcher, and WORLD_SIZE is not set. Start it "
+            "with torchrun: torchrun --nproc-per-node 8 -m megatron_switch check-layouts --device "
+            "cuda."
+        )
+    return int(os.environ["WORLD_SIZE"])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what Megatron tells and warns about for every model that it builds."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(before)

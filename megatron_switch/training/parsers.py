@@ -1,0 +1,84 @@
+"""The flags of commands that look at a trained model, apart from what the commands need.
+
+Torch and Megatron take seconds to import, and a help text or a mistyped flag must not wait for
+them: nothing here imports either, so the command line parses with this before it imports the rest.
+"""
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+
+def generate_parser() -> ArgumentParser:
+    """Return the parser of ``megatron-switch generate``; what it does not know is Megatron's."""
+    parser = ArgumentParser(
+        prog="megatron-switch generate",
+        usage="megatron-switch generate --load FOLDER --prompt TEXT [OPTIONS] [MEGATRON FLAGS]",
+        description="Continues a prompt with a trained checkpoint; an encoder-decoder (t5) answers "
+        "it. Model and tokenizer are those "
+        "that the checkpoint names; the text goes to standard output, everything else to standard "
+        "error.",
+        epilog="All other flags are those of 'megatron-switch train', for layout (under "
+        "torchrun), device (--switch-device), --ckpt-step, --tokenizer-model and what else shall "
+        "differ from the checkpoint.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--load",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoint folder, or the --switch-run-dir of a training",
+    )
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; - reads standard input; may be repeated",
+    )
+    add(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="the same from a UTF-8 file, without the line end at its end; may be repeated",
+    )
+    add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add at most (100)")
+    add(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="divides the scores: below 1 bolder, 0 is --greedy (0.8)",
+    )
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="choose among the likeliest tokens that reach this probability together (0.9)",
+    )
+    add("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens; 0 for all (0)")
+    add("--greedy", action="store_true", help="always take the likeliest token")
+    add("--seed", type=int, default=1, metavar="N", help="seed of the draws (1)")
+    add(
+        "--drop",
+        action="store_true",
+        help="limit experts to their capacity in evaluation; without it no token is dropped",
+    )
+    return parser
+
+
+def experts_parser() -> ArgumentParser:
+    """Return the parser of ``megatron-switch experts``; what it does not know is Megatron's."""
+    parser = ArgumentParser(
+        prog="megatron-switch experts",
+        usage="megatron-switch experts --load FOLDER [OPTIONS] [MEGATRON FLAGS]",
+        description="Shows which tokens each expert of the last sparse layer gets more often than "
+        "the average, over text of the training data.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--load", type=Path, metavar="FOLDER", help="checkpoint folder, or a --switch-run-dir")
+    add("--sequences", type=int, default=200, metavar="N", help="sequences to read (200)")
+    add("--num-tokens", type=int, default=6, metavar="N", help="tokens to show for an expert (6)")
+    add("--min-count", type=int, default=20, metavar="N", help="least occurrences (20)")
+    return parser
