@@ -13,7 +13,7 @@ class ShowingDefaults(HelpFormatter):
         text = action.help or ""
         has_default = action.default is not None and action.default != SUPPRESS
         takes_value = bool(action.option_strings) and action.nargs != 0
-        if not text or not has_default or not takes_value or "default" in text.lower():
+        if not text or not has_default or not takes_value or "Default:" in text:
             return text
         return f"{text} Default: %(default)s." if text.endswith(".") else f"{text} (%(default)s)"
 

@@ -106,7 +106,7 @@ def test_train_helps_with_every_flag_on_demand(capsys, command):
     text = " ".join(capsys.readouterr().out.split())
     assert "--tensor-model-parallel-size TENSOR_MODEL_PARALLEL_SIZE" in text
     assert "--switch-capacity-group {microbatch,sequence,ep}" in text
-    assert "(aux_loss)" in text  # Switch's default of --moe-router-load-balancing-type
+    assert "Default: aux_loss." in text  # Switch's default of --moe-router-load-balancing-type
 
 
 LIGHT = """

@@ -19,6 +19,7 @@ def help_of(*names, **options):
         ({"help": "a number", "default": 0.0}, "a number (0.0)"),
         ({"help": "A number.", "default": 3}, "A number. Default: 3."),
         ({"help": "A number. Default: the host's.", "default": 3}, "Default: the host's."),
+        ({"help": "8 is a good default.", "default": 3}, "8 is a good default. Default: 3."),
         ({"help": "a number"}, "a number"),
         ({"help": "a number", "default": SUPPRESS}, "a number"),
         ({"help": "on or off", "action": "store_true"}, "on or off"),

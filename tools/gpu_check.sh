@@ -29,10 +29,10 @@ say "the same numbers in every mode"
 TRAIN=(
   --switch-device "$DEVICE" --switch-run-dir "$OUT/run" --mock-data
   --tokenizer-type NullTokenizer --vocab-size 1000
-  --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256
-  --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm
+  --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+  --max-position-embeddings 64 --position-embedding-type rope --normalization RMSNorm
   --disable-bias-linear --num-experts 8 --bf16
-  --micro-batch-size 4 --global-batch-size 8 --train-iters 20 --lr 1e-3
+  --micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3
   --log-interval 5 --eval-iters 1
 )
 

@@ -112,18 +112,18 @@ def kept_by_layers(model: GPTShape, layout: Layout, training: Training, *, stage
     activations = layers.dense * one.dense + layers.sparse * one.sparse
     routing = layers.sparse * one.routing
     buffers = one.sparse_buffer if layers.sparse else one.dense_buffer
-    again_activations = again_routing = 0
     if training.recompute == "full":
-        kinds = (one.sparse, one.routing) if layers.sparse else (one.dense, 0)
-        again_activations, again_routing = (x * training.recompute_layers for x in kinds)
+        # A chunk of layers is computed again in backward, when the logits are gone.
+        again = one.sparse + one.routing if layers.sparse else one.dense
+        buffers += again * training.recompute_layers
         activations = -(-layers.total // training.recompute_layers) * one.stream
         routing = 0
     if isinstance(model, T5Shape):
         activations += one.encoder(model)
         routing += len(model.encoder_sparse_layers) * one.routing
     chunks = chunks_under_way(layout, training, stage)
-    activations = activations * chunks // layout.vp + again_activations
-    routing = routing * chunks // layout.vp + again_routing
+    activations = activations * chunks // layout.vp
+    routing = routing * chunks // layout.vp
     if stage == 0:
         activations += one.embedding * -(-chunks // layout.vp)
         # A tied head's gradient waits for the embedding's.

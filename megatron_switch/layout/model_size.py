@@ -190,7 +190,7 @@ def _encoder_and_cross_attention(shape: T5Shape, layout: Layout) -> int:
     routers = num_sparse * shape.num_experts * shape.hidden_size
     norm = _norm(shape, shape.hidden_size)
     cross = shape.num_layers * (_attention_and_norms(shape, layout.tp) - norm)
-    positions = 2 * shape.relative_buckets * (shape.num_attention_heads // layout.tp)
+    positions = 2 * shape.relative_buckets * shape.num_attention_heads  # whole on every rank
     return layers + routers + cross + norm + positions
 
 

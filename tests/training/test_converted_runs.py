@@ -1,7 +1,8 @@
 """A converted model trains on in another layout, and comes back where nothing was learned.
 
-With a learning rate below any weight's last bit four ranks load, train and save what the conversion wrote, each its part;
-exported, every tensor is Hugging Face's bit by bit. With another one the loss falls.
+With a learning rate too small to change any weight, four ranks load, train and save what the
+conversion wrote, each its part; exported, every tensor is Hugging Face's bit by bit. With another
+one the loss falls.
 """
 
 import pytest
@@ -19,7 +20,8 @@ FOUR = (
 RUN = (
     "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 "
     "--switch-device cpu --log-interval 1 --mock-data --hidden-dropout 0 --attention-dropout 0 "
-    "--switch-expert-dropout 0 --use-distributed-optimizer --weight-decay 0 --clip-grad 0"
+    "--switch-expert-dropout 0 --switch-override-checkpoint --use-distributed-optimizer "
+    "--weight-decay 0 --clip-grad 0"
 )
 MODELS = {
     "qwen2_moe": ("--seq-length 16", {"vocab_size": 128}),
