@@ -126,7 +126,8 @@ def test_one_gpu_and_the_sample_of_the_readme(corpus, tmp_path):
 
 
 def test_the_command_that_the_help_of_train_shows(corpus):
-    program, *words = shlex.split(EXAMPLE.replace("corpus/corpus", corpus["DATA"]))
+    line = EXAMPLE.replace("\\\n", "").replace("corpus/corpus", corpus["DATA"])
+    program, *words = shlex.split(line)
     words[words.index("--tokenizer-model") + 1] = corpus["TOKENIZER"]
     assert program == "megatron-switch"
     output = command(*words, *SMALL, "--log-interval", "1").stdout

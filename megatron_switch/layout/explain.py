@@ -130,7 +130,7 @@ def _memory(plan: Plan, request: Request) -> list[Line]:
         f"{chunks} of {layout.vp} chunks under way"
     )
     if training.recompute == "full":
-        kept = f"{_gb(one.stream)} a layer kept, and one layer whole"
+        kept = f"{_gb(one.stream)} a layer kept; buffers hold the layers computed again"
     rows = [
         ("expert state", f"{state} bytes a parameter, {layout.edp} copies", memory.expert_state),
         (
