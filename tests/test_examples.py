@@ -130,7 +130,7 @@ def test_the_command_that_the_help_of_train_shows(corpus):
     program, *words = shlex.split(line)
     words[words.index("--tokenizer-model") + 1] = corpus["TOKENIZER"]
     assert program == "megatron-switch"
-    output = command(*words, *SMALL, "--log-interval", "1").stdout
+    output = command(*words, *SMALL, "--split", "98,1,1").stdout
     assert re.search(r"iteration +3/ +3 .* dropped: ", output)
 
 

@@ -153,7 +153,7 @@ def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
 def _check_required(args: Namespace) -> None:
     missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
     if not args.skip_train:
-        missing += [] if args.lr else ["--lr"]
+        missing += [] if args.lr is not None else ["--lr"]
         missing += [] if args.train_iters or args.train_samples else ["--train-iters"]
     if missing:
         raise ConfigError(
