@@ -13,6 +13,7 @@ Three lists, all hash-checked and undone when their block is left:
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from megatron_switch.rehearsal.observer import Observation, StepObserver
 
 _ALONE = "the other ranks are not there to answer"
 _MOST_DIMS = 5  # how many sizes Megatron sends of each entry
+_EXPERT_WEIGHTS = (None, True)
+"""Megatron's key of the experts' parameters: nothing overridden, and of experts."""
+
 _NO_VALUES = "a rehearsed tensor has no values"
 
 
@@ -44,14 +48,17 @@ def observed_steps(observer: StepObserver, report: Callable[[Observation], None]
 
 
 @contextmanager
-def one_of_many_ranks() -> Iterator[None]:
+def one_of_many_ranks(others_have_experts: Callable[[], bool]) -> Iterator[None]:
     """Answer for the ranks that are not there, for the length of a block.
+
+    Args:
+        others_have_experts: Whether the model has experts, once that is known.
 
     Raises:
         UpstreamError: The installed torch or Megatron-Core is not what the patches were checked
             against; nothing has been changed.
     """
-    with applied(rehearsal_patches()):
+    with applied(rehearsal_patches(others_have_experts)):
         yield
 
 
@@ -108,7 +115,7 @@ def step_patches(
     )
 
 
-def rehearsal_patches() -> tuple[Patch, ...]:
+def rehearsal_patches(others_have_experts: Callable[[], bool]) -> tuple[Patch, ...]:
     """Return the patches of :func:`one_of_many_ranks`, without applying them."""
     return (
         Patch(
@@ -116,7 +123,11 @@ def rehearsal_patches() -> tuple[Patch, ...]:
             "a group of other ranks is never used here, and thousands of them take minutes",
             wrapper=_of_this_rank_only,
         ),
-        Patch("torch.distributed:all_gather_object", _ALONE, _all_like_this_one),
+        Patch(
+            "torch.distributed:all_gather_object",
+            _ALONE,
+            partial(_all_like_this_one, others_have_experts),
+        ),
         Patch("torch.nn:Module._apply", "it exchanges tensors without values, and cannot", _apply),
         Patch(
             "megatron.core.optimizer.clip_grads:l2_norm_impl",
@@ -201,8 +212,22 @@ def _of_this_rank_only(original: Callable[..., Any]) -> Callable[..., Any]:
     return new_group
 
 
-def _all_like_this_one(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+def _all_like_this_one(
+    others_have_experts: Callable[[], bool],
+    object_list: list[Any],
+    obj: Any,
+    group: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Answer for the other ranks: they say the same.
+
+    But where ranks agree on the optimizer's groups of parameters - pairs of (overrides, of
+    experts) - a stage without experts hears of those of the others.
+    """
     object_list[:] = [obj] * len(object_list)
+    keys = [key for key in obj if isinstance(key, tuple)] if isinstance(obj, list) else []
+    if keys and others_have_experts():
+        object_list[-1] = [*keys, _EXPERT_WEIGHTS]
 
 
 def _without_overflow(original: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +99,12 @@ def _rehearse_one(launch: Launch, rank: int, session: Session) -> RankReport:
             )
         )
 
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        for target in (1, 2):
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as output,
+        redirect_stdout(output),
+        redirect_stderr(output),
+    ):
+        for target in (1, 2):  # what is written past Python's streams
             os.dup2(output.fileno(), target)
         try:
             session(launch.flags, Rehearsal(keep))

@@ -116,6 +116,7 @@ class Rehearsal(Observed):
 
     def __init__(self, report: Report) -> None:
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._has_experts = False
         super().__init__(report, StepObserver(_answers(), ShapeMemory(self._fakes).run))
 
     def prepare(self, args: Namespace) -> None:
@@ -124,6 +125,7 @@ class Rehearsal(Observed):
         Raises:
             ConfigError: A flag cannot be rehearsed.
         """
+        self._has_experts = bool(args.num_experts)
         for name, flag in _REFUSED.items():
             if getattr(args, name):
                 raise ConfigError(
@@ -158,7 +160,7 @@ class Rehearsal(Observed):
 
     def surroundings(self) -> AbstractContextManager[None]:
         """Return the block around the whole session: there is no other rank in it."""
-        return one_of_many_ranks()
+        return one_of_many_ranks(lambda: self._has_experts)
 
     @contextmanager
     def on_stage(self, args: Namespace, notes: Sequence[str]) -> Iterator[None]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from megatron_switch.errors import ConfigError
 
-_LARGEST = 2**31 - 1
-"""No count here has a use for more, and sizes made of larger ones overflow."""
+_LARGEST = 2**40
+"""No count here has a use for more, and products of larger ones leave 64 bits."""
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,14 @@ def current(target):
 
 def all_patches():
     return [
-        *patches.rehearsal_patches(),
+        *patches.rehearsal_patches(bool),
         *patches.step_patches(StepObserver(), print),
         *patches.sample_patches({}),
     ]
 
 
 def test_number_of_patches():
-    packages = [p.target.partition(".")[0] for p in patches.rehearsal_patches()]
+    packages = [p.target.partition(".")[0] for p in patches.rehearsal_patches(bool)]
     assert {name: packages.count(name) for name in packages} == NUM_PATCHES
     assert len(patches.step_patches(StepObserver(), print)) == 1
     assert len(patches.sample_patches({})) == 1
@@ -46,7 +46,7 @@ def test_every_patch_is_applied_and_undone():
     targets = [patch.target for patch in all_patches()]
     originals = {target: current(target) for target in targets}
     with (
-        patches.one_of_many_ranks(),
+        patches.one_of_many_ranks(bool),
         patches.observed_steps(StepObserver(), print),
         patches.known_samples({}),
     ):
@@ -57,7 +57,7 @@ def test_every_patch_is_applied_and_undone():
 
 
 def test_modules_without_values_are_converted_in_place():
-    with cuda_on_cpu(), patches.one_of_many_ranks(), FakeTensorMode():
+    with cuda_on_cpu(), patches.one_of_many_ranks(bool), FakeTensorMode():
         module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         weight = module[0].weight
         assert module.bfloat16() is module
@@ -73,7 +73,7 @@ def test_only_groups_of_this_rank_are_made():
 
 
 def _check_groups(rank):
-    with patches.one_of_many_ranks():
+    with patches.one_of_many_ranks(bool):
         mine, other = dist.new_group([rank]), dist.new_group([1 - rank])
         assert dist.get_process_group_ranks(mine) == [rank]
         assert other is dist.GroupMember.NON_GROUP_MEMBER
@@ -87,7 +87,9 @@ def test_the_norm_of_gradients_is_the_one_that_megatron_computes(count):
     from megatron.core.utils import local_multi_tensor_l2_norm
 
     gradients = [[torch.randn(5, 3) for _ in range(count)]]
-    (norm_patch,) = [p for p in patches.rehearsal_patches() if p.target.endswith("l2_norm_impl")]
+    (norm_patch,) = [
+        p for p in patches.rehearsal_patches(bool) if p.target.endswith("l2_norm_impl")
+    ]
     with cuda_on_cpu():
         ours, _ = norm_patch.replacement(0, torch.zeros(1), gradients, False)
         theirs, _ = local_multi_tensor_l2_norm(0, torch.zeros(1), gradients, False)

@@ -42,8 +42,9 @@ def test_every_stage_and_both_ends_are_reported(capfd):
         state = rank["state_bytes"]
         for part, copies in (("dense", layout.dp), ("expert", layout.edp)):
             number = getattr(count, part)
-            assert state[f"{part} weights"] == 2 * number
-            assert state[f"{part} gradients"] == 4 * number
+            # Weights and gradients lie in buffers with padded ends.
+            assert state[f"{part} weights"] == pytest.approx(2 * number, abs=2048)
+            assert state[f"{part} gradients"] == pytest.approx(4 * number, abs=4096)
             # Masters and two moments; parts of parameters have a step each, and padded ends.
             assert state[f"{part} optimizer"] == pytest.approx(12 * number / copies, abs=8192)
         assert rank["groups"]["ep"] == layout.group("ep", rank["rank"])

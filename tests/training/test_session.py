@@ -78,8 +78,8 @@ def test_a_dense_model_trains(data, tmp_path):
     assert len(outcome.screen.splitlines()) < 40
     assert outcome.errors == ""
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"checkpoints", "tensorboard", "log", "metrics.jsonl", "ranks.csv", "run.json",
-                     "resume.sh"}  # fmt: skip
+    assert names == {".lock", "checkpoints", "tensorboard", "log", "metrics.jsonl", "ranks.csv",
+                     "run.json", "resume.sh"}  # fmt: skip
 
 
 def test_bf16_stays_near_fp32_with_the_router_in_fp32(data, one_rank, tmp_path):
