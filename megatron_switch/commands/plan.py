@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_switch.commands.plan_report import Report
+from megatron_switch.commands.words import count, split_at_dashes
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.fit import fitted_hardware, fitted_step, read_runs
 from megatron_switch.layout.grid import Layout
@@ -49,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: If nothing can be planned; the message says what would help.
     """
-    words, pretrain = _split(argv)
+    words, pretrain = split_at_dashes(argv)
     options = _parser().parse_args(words)
     model = planned_model(options.model, pretrain)
     hardware = _hardware(options)
@@ -101,15 +102,15 @@ def _parser() -> ArgumentParser:
         help=f"{', '.join(preset_names())}, or a JSON file (default: %(default)s)",
         metavar="NAME",
     )
-    parser.add_argument("--nodes", type=_count, metavar="N", help="nodes (default: 1)")
-    parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="default: as --hardware")
+    parser.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="default: as --hardware")
     parser.add_argument(
         "--global-batch-size",
-        type=_count,
+        type=count,
         metavar="N",
         help="sequences of a step (default: 2^20 tokens, and no fewer than there are GPUs)",
     )
-    parser.add_argument("--count", type=_count, default=5, metavar="N", help="layouts to show (5)")
+    parser.add_argument("--count", type=count, default=5, metavar="N", help="layouts to show (5)")
     parser.add_argument(
         "--transformer-engine",
         action="store_true",
@@ -123,7 +124,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--explain",
-        type=_count,
+        type=count,
         nargs="?",
         const=1,
         metavar="N",
@@ -148,21 +149,6 @@ def _parser() -> ArgumentParser:
         "--write-hostfile", metavar="FILE", help="write that order, for SLURM_HOSTFILE"
     )
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    words = list(argv)
-    if "--" not in words:
-        return words, []
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
 
 
 def _hardware(options: Namespace) -> Hardware:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 
 from rich.console import Console
 
+from megatron_switch.commands.words import count, split_at_dashes
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.model_flags import (
     FlagValues,
@@ -39,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: What the launch would raise, or what cannot be rehearsed.
     """
-    words, flags = _split(argv)
+    words, flags = split_at_dashes(argv)
     options = _parser().parse_args(words)
     if options.model is not None:
         flags = [*model_words(options.model, options.world_size), *flags]
@@ -103,7 +104,7 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--world-size", type=_count, required=True, metavar="N", help="ranks of the launch"
+        "--world-size", type=count, required=True, metavar="N", help="ranks of the launch"
     )
     parser.add_argument(
         "--rank",
@@ -116,25 +117,10 @@ def _parser() -> ArgumentParser:
         "--model", metavar="NAME", help=f"{', '.join(model_names())}, or a JSON file of flags"
     )
     parser.add_argument(
-        "--ranks-per-node", type=_count, default=8, metavar="N", help="default: %(default)s"
+        "--ranks-per-node", type=count, default=8, metavar="N", help="default: %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    words = list(argv)
-    if "--" not in words:
-        return words, []
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
 
 
 def _ranks(options: Namespace, flags: Sequence[str]) -> list[int]:
