@@ -27,7 +27,7 @@ endif
 JOBS := 2
 SIDE_BY_SIDE := --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: help setup demo test test-fast check lint types lock clean distclean active-environment
+.PHONY: help setup demo test test-fast test-slurm check lint types lock clean distclean active-environment
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -44,7 +44,10 @@ test: $(READY) ## run every test
 	@$(PY) -m pytest $(SIDE_BY_SIDE) --durations=15
 
 test-fast: $(READY) ## run the tests that are not marked slow
-	@$(PY) -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not torchrun" --durations=5
+	@$(PY) -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not torchrun and not slurm" --durations=5
+
+test-slurm: $(READY) ## run launch scripts on a SLURM cluster of this host (root; slurm-wlm, munge, shellcheck)
+	@$(PY) -m pytest -m slurm --durations=5
 
 check: lint types test-fast ## what must pass before a commit: lint, types, fast tests
 
@@ -91,7 +94,7 @@ $(VENV)/bin/python:
 ifeq ($(READY),active-environment)
 
 # Targets that need more than the package itself say which of its extras.
-test test-fast: EXTRAS = test
+test test-fast test-slurm: EXTRAS = test
 lint types: EXTRAS = dev
 active-environment:
 	@$(PY) tools/check_environment.py $(EXTRAS)

@@ -27,7 +27,7 @@ TRAINING=(
   --micro-batch-size 8 --global-batch-size 16 --train-iters 200
   --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20
   --hidden-dropout 0 --attention-dropout 0
-  --split 98,1,1 --eval-interval 100 --eval-iters 4 --log-interval 10
+  --split '98,1,1' --eval-interval 100 --eval-iters 4 --log-interval 10
 )
 SAVING=(--save-interval 100 --switch-run-dir "$RUN/run")
 DATA=(

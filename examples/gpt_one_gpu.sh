@@ -42,7 +42,7 @@ TRAINING=(
   --bf16 --train-iters 20000 --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine
   --lr-warmup-iters 500 --weight-decay 0.1 --clip-grad 1.0
   --hidden-dropout 0 --attention-dropout 0
-  --split 98,1,1 --eval-interval 1000 --eval-iters 20 --log-interval 10
+  --split '98,1,1' --eval-interval 1000 --eval-iters 20 --log-interval 10
 )
 SAVING=(--save-interval 1000 --switch-run-dir "$RUN")
 DATA_FLAGS=(

@@ -24,7 +24,7 @@ TRAINING=(
   --bf16 --micro-batch-size 4 --global-batch-size 256 --train-iters 100000
   --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000
   --weight-decay 0.1 --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0
-  --split 98,1,1 --eval-interval 1000 --eval-iters 20 --log-interval 10
+  --split '98,1,1' --eval-interval 1000 --eval-iters 20 --log-interval 10
 )
 SAVING=(--save-interval 1000 --switch-run-dir "$RUN")
 DATA_FLAGS=(

@@ -28,7 +28,7 @@ TRAINING=(
   --weight-decay 0.0 --clip-grad 1.0 --hidden-dropout 0.1 --attention-dropout 0.1
   --eval-interval 500 --eval-iters 20 --log-interval 10
 )
-DATA_FLAGS=(--data-path "$DATA" --split 95,5,0)
+DATA_FLAGS=(--data-path "$DATA" --split '95,5,0')
 SAVING=(--save-interval 500 --switch-run-dir "$RUN")
 
 # shellcheck disable=SC2086  # LAUNCH is words

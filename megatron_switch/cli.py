@@ -185,6 +185,12 @@ def _rehearse(argv: list[str]) -> int:
     return run(argv)
 
 
+def _render_launch(argv: list[str]) -> int:
+    from megatron_switch.commands.render_launch import run
+
+    return run(argv)
+
+
 def _check_binding(argv: list[str]) -> int:
     from megatron_switch.commands.check_binding import run
 
@@ -220,6 +226,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "plan": Command("find the fastest layouts of a model on a cluster", _plan),
     "rehearse": Command("run single ranks of a launch of any size without a GPU", _rehearse),
+    "render-launch": Command(
+        "write the scripts that start a training on a cluster", _render_launch
+    ),
     "check-binding": Command("show GPU, network card and NUMA node of each rank", _check_binding),
     "from-deepspeed": Command("translate a DeepSpeed configuration into flags", _from_deepspeed),
     "convert": Command("convert checkpoints to and from Hugging Face's format", _convert),

@@ -57,7 +57,16 @@ _IDENTITY = (
     "seq_length",
 )
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)  # what some network file systems answer
-_OWN_NAMES = frozenset({"checkpoints", "tensorboard", "log", "metrics.jsonl", "ranks.csv"})
+_OWN_NAMES = frozenset(
+    {
+        "checkpoints",
+        "launch",
+        "tensorboard",
+        "log",
+        "metrics.jsonl",
+        "ranks.csv",
+    }  # launch: scripts'
+)
 _SAVE_INTERVAL = 1000
 _PACKAGES = ("megatron-core", "torch", "transformer-engine", "apex", "triton", "numpy")
 

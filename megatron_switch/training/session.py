@@ -47,7 +47,7 @@ from megatron_switch.training.megatron import (
 from megatron_switch.training.metrics_file import MetricsFile, StepWriter
 from megatron_switch.training.model import model_config, resolve_dispatch, sparse_layers
 from megatron_switch.training.nonfinite import NonFiniteGuard
-from megatron_switch.training.rank_environment import check_rank_environment
+from megatron_switch.training.rank_environment import check_meeting_port, check_rank_environment
 from megatron_switch.training.resume import find_what_to_load, with_checkpoint_args
 from megatron_switch.training.run_folder import RunFolder
 from megatron_switch.training.slurm import slurm_ranks
@@ -131,6 +131,8 @@ class _Run:
     def start(self) -> None:
         """Check everything, then train."""
         args = self._args
+        if self._rehearsal is None:
+            check_meeting_port(os.environ)
         self._notes += check_before_megatron(self._line, self._switch, self._device)
         layout = check_layout(args, self._switch)
         if args.rank == 0 and self._rehearsal is None:

@@ -1,0 +1,201 @@
+"""A launch as values: what runs, on how many nodes, in which shape, and what SLURM is told of it.
+
+A :class:`Job` is always one that can be written out: its flags form a legal layout of its ranks.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megatron_switch.errors import ConfigError
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.hardware import Hardware
+from megatron_switch.layout.model_flags import FlagValues, flags_of_words, read_model
+from megatron_switch.layout.reasons import expert_spread
+from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
+from megatron_switch.layout.spread import Spread
+from megatron_switch.layout.validation import ModelShape, validate_layout
+
+Shape = Literal["srun", "torchrun"]
+"""Who starts the processes of a node: srun one a GPU, or srun one torchrun."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TIME = re.compile(
+    r"(?:(?:\d+-)?\d+:)?\d+(?::\d+)?|\d+-\d+"
+)  # [days-]hours:minutes:seconds, minutes
+
+
+@dataclass(frozen=True)
+class Container:
+    """A pyxis/enroot container in which every process runs.
+
+    Attributes:
+        image: What ``--container-image`` takes.
+        mounts: Source and destination, as ``SRC:DST``.
+        workdir: Working folder inside; empty for the image's.
+    """
+
+    image: str
+    mounts: tuple[str, ...] = ()
+    workdir: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training to launch.
+
+    Attributes:
+        name: Of the job; scripts are called after it.
+        nodes: Nodes.
+        hardware: What a node is made of.
+        flags: Words for ``megatron-switch train``.
+        run_dir: The run's folder, on a file system that all nodes share.
+        shape: Who starts the processes of a node.
+        time_limit: As SLURM writes it.
+        save_seconds: How long before the time limit the run is told to save.
+        sbatch: Further options of sbatch, without the leading dashes.
+        container: Where the processes run; None for the node itself.
+        hostfile: Nodes in the order in which ranks fill them; empty for SLURM's.
+        bind: Whether ranks are bound to the memory domain of their GPU.
+
+    Raises:
+        ConfigError: If a value cannot stand in a script.
+        LayoutError: If the flags do not form a legal layout of the job's ranks.
+    """
+
+    name: str
+    nodes: int
+    hardware: Hardware
+    flags: tuple[str, ...]
+    run_dir: str
+    shape: Shape = "srun"
+    time_limit: str = "24:00:00"
+    save_seconds: int = 300
+    sbatch: tuple[str, ...] = ()
+    container: Container | None = None
+    hostfile: str = ""
+    bind: bool = True
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the cluster."""
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"--name takes letters, digits and . _ -, and names the scripts; got '{self.name}'."
+            )
+        if not _TIME.fullmatch(self.time_limit):
+            raise ConfigError(
+                f"--time takes minutes, hours:minutes:seconds or days-hours:minutes:seconds, got "
+                f"'{self.time_limit}'."
+            )
+        for option in self.sbatch:
+            _check_option(option)
+        _check_mounts(self.container)
+        given = {"switch-run-dir": "--run-dir", "switch-device": "sbatch's own words"}
+        for flag in given.keys() & flags_of_words(self.flags).keys():
+            raise ConfigError(
+                f"The scripts set --{flag} themselves: leave it out and use {given[flag]}."
+            )
+        _ = self.layout  # refuses here what could not run
+
+    @cached_property
+    def values(self) -> FlagValues:
+        """The flags by name, those of ``--switch-model`` included."""
+        given = flags_of_words(self.flags)
+        model = given.get("switch-model")
+        return FlagValues(given if model is None else {**read_model(str(model)), **given})
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs, and ranks, of a node."""
+        return self.hardware.gpus_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.gpus_per_node
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout that the flags say."""
+        sizes = {name: self.values.whole(flag.removeprefix("--")) for name, flag in FLAGS.items()}
+        mapped = self.values.on("use-tp-pp-dp-mapping")
+        etp, vp = sizes.pop("etp"), sizes.pop("vp")
+        asked = Sizes(
+            self.world_size,
+            **{name: size or 1 for name, size in sizes.items()},
+            etp=etp,
+            vp=vp,
+            order=TP_PP_DP_ORDER if mapped else DEFAULT_ORDER,
+        )
+        return validate_layout(asked, self._shape())
+
+    def _shape(self) -> ModelShape:
+        """Return what the layout has to divide, as far as flags say it without Megatron."""
+        values = self.values
+        return ModelShape(
+            num_experts=values.whole("num-experts"),
+            num_attention_heads=values.whole("num-attention-heads"),
+            num_query_groups=values.whole("num-query-groups"),
+            seq_length=values.whole("seq-length"),
+            sequence_parallel=values.on("sequence-parallel"),
+            micro_batch_size=values.whole("micro-batch-size"),
+            global_batch_size=values.whole("global-batch-size"),
+            capacity_group=values.text("switch-capacity-group", "microbatch"),
+        )
+
+    @property
+    def experts(self) -> Spread:
+        """Where the ranks of an expert group run, nodes in SLURM's order."""
+        return expert_spread(self.layout, self.hardware)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is likely to be an oversight."""
+        found = []
+        if "save-interval" not in self.values.flags:
+            found.append(
+                "There is no --save-interval: the run saves before its time limit and at its end, "
+                "and a node that fails in between costs all of it."
+            )
+        if not {"data-path", "per-split-data-args-path", "mock-data"} & set(self.values.flags):
+            found.append("There is no --data-path: add it after -- or to sbatch's own words.")
+        return found
+
+
+def _check_option(option: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*(=\S.*)?", option):
+        raise ConfigError(
+            f"--sbatch takes an option of sbatch without its dashes, such as account=NAME, got "
+            f"'{option}'."
+        )
+    name = option.partition("=")[0]
+    if name in _OURS:
+        raise ConfigError(
+            f"--sbatch {option} says again what the script says already: {_OURS[name]}."
+        )
+
+
+_OURS = {
+    "job-name": "use --name",
+    "nodes": "use --nodes",
+    "ntasks-per-node": "it follows from --shape and --gpus-per-node",
+    "ntasks": "it follows from --shape and --gpus-per-node",
+    "gres": "use --gpus-per-node",
+    "time": "use --time",
+    "signal": "use --save-seconds",
+    "output": "all logs are in --run-dir",
+    "error": "all logs are in --run-dir",
+    "distribution": "ranks fill nodes one after another; use --hostfile for their order",
+}
+
+
+def _check_mounts(container: Container | None) -> None:
+    mounts: Sequence[str] = () if container is None else container.mounts
+    for mount in mounts:
+        if not re.fullmatch(r"[^:,\"$`\\]+:[^,\"$`\\]+", mount):
+            raise ConfigError(
+                f"--container-mount takes one SOURCE:DESTINATION, got '{mount}'. Repeat the flag "
+                "for more."
+            )

@@ -1,0 +1,102 @@
+"""A job as text: the sbatch file, and the shell script for nodes without SLURM.
+
+Templates decide nothing that could be decided here or in :mod:`megatron_switch.launch.job`; a name
+that they use and nobody sets is an error.
+"""
+
+import shlex
+import signal
+from collections.abc import Sequence
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megatron_switch.launch.environment import Generation, environment_of
+from megatron_switch.launch.job import Job
+from megatron_switch.launch.nccl_tests import group_tests, left_out
+from megatron_switch.layout.grid import Layout
+
+
+def render_sbatch(job: Job, generation: Generation, command: Sequence[str]) -> str:
+    """Return the sbatch file of a job.
+
+    Args:
+        job: What to launch.
+        generation: Of its GPUs.
+        command: Words of the command that renders it, for the script's head.
+    """
+    # Under a torchrun the ranks save on a signal that torchrun itself does not act on.
+    chosen = signal.SIGTERM if job.shape == "srun" else signal.SIGUSR1
+    return _render(
+        "job.sbatch.jinja",
+        job=job,
+        variables=environment_of(job, generation),
+        command=_wrapped(command),
+        signal={"name": chosen.name.removeprefix("SIG"), "number": int(chosen)},
+        leaves=-(-job.nodes // job.hardware.nodes_per_leaf),
+        domains=_domains(job),
+        tests=group_tests(job.layout),
+        missing=left_out(job.layout),
+    )
+
+
+def render_shell(job: Job, generation: Generation, command: Sequence[str]) -> str:
+    """Return the script that starts the ranks of one node; see :func:`render_sbatch`."""
+    return _render(
+        "job.sh.jinja",
+        job=job,
+        variables=environment_of(job, generation),
+        command=_wrapped(command),
+    )
+
+
+def flag_lines(job: Job) -> list[str]:
+    """Return the words of ``FLAGS``, quoted for bash, a flag and its values on a line."""
+    lines: list[list[str]] = []
+    for word in job.flags:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        quoted = shlex.quote(word)
+        # A comma needs no quotes, but readers and shellcheck take it for a slip in an array.
+        lines[-1].append(f"'{word}'" if quoted == word and "," in word else quoted)
+    lines += [["--switch-run-dir", '"$RUN"'], ["--switch-device", "cuda"]]
+    return [" ".join(line) for line in lines]
+
+
+def layout_line(layout: Layout) -> str:
+    """Return one line with the sizes of both grids."""
+    dense = f"TP {layout.tp} x CP {layout.cp} x PP {layout.pp} x DP {layout.dp}"
+    expert = f"ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x EDP {layout.edp}"
+    return f"Layout: {dense}; experts {expert}."
+
+
+def _domains(job: Job) -> list[int]:
+    """Return the memory domain of each GPU of a node, GPUs counted from domain to domain."""
+    per_domain = -(-job.gpus_per_node // job.hardware.numa_nodes)
+    return [gpu // per_domain for gpu in range(job.gpus_per_node)]
+
+
+def _wrapped(command: Sequence[str]) -> str:
+    """Return a command as lines of a comment, which a shell can read when the marks are gone."""
+    lines = [""]
+    for word in map(shlex.quote, command):
+        if len(lines[-1]) + len(word) > _WIDTH:
+            lines.append("")
+        lines[-1] += f"{word} "
+    return "\\\n#     ".join(lines).rstrip()
+
+
+_WIDTH = 88
+
+
+def _render(template: str, **values: object) -> str:
+    environment = Environment(
+        loader=PackageLoader("megatron_switch.launch"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell, not HTML
+    )
+    environment.filters["quote"] = shlex.quote
+    environment.globals.update(flag_lines=flag_lines, layout_line=layout_line)
+    return environment.get_template(template).render(**values).lstrip("\n")

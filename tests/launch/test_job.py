@@ -1,0 +1,85 @@
+"""Jobs: what is refused before a script is written, and what is only said."""
+
+import pytest
+
+from megatron_switch.errors import ConfigError, LayoutError
+from megatron_switch.launch.job import Container, Job
+from megatron_switch.layout.hardware import load_hardware
+
+MODEL = ("--num-experts", "64", "--num-attention-heads", "8", "--data-path", "corpus")
+
+
+def job(*flags: str, **changes: object) -> Job:
+    values: dict[str, object] = {
+        "name": "switch",
+        "nodes": 4,
+        "hardware": load_hardware("h100-80gb-ndr"),
+        "flags": (*MODEL, *flags),
+        "run_dir": "runs/one",
+    }
+    return Job(**{**values, **changes})
+
+
+def test_the_layout_is_what_the_flags_say():
+    found = job(
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        "--expert-model-parallel-size",
+        "16",
+        "--expert-tensor-parallel-size",
+        "1",
+    )
+    assert found.world_size == 32
+    assert (found.layout.tp, found.layout.ep, found.layout.etp, found.layout.dp) == (2, 16, 1, 16)
+    assert (found.experts.members, found.experts.nodes) == (16, 2)
+
+
+def test_flags_of_a_named_model_count_and_those_given_win():
+    named = job(flags=("--switch-model", "switch-base-128", "--num-experts", "32"))
+    assert named.values.whole("num-experts") == 32
+    assert named.values.whole("num-layers") == 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tensor-model-parallel-size", "3"), "--tensor-model-parallel-size"),
+        (("--expert-model-parallel-size", "5"), "--expert-model-parallel-size"),
+        (("--num-attention-heads", "6", "--tensor-model-parallel-size", "4"), "heads"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(flags, message):
+    with pytest.raises(LayoutError, match=message):
+        job(*flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "a b"}, r"--name takes letters, digits .* got 'a b'"),
+        ({"time_limit": "soon"}, r"--time takes minutes, .* got 'soon'"),
+        ({"sbatch": ("--account=me",)}, r"--sbatch takes an option of sbatch without its dashes"),
+        ({"sbatch": ("nodes=3",)}, r"--sbatch nodes=3 says again .* use --nodes"),
+        (
+            {"container": Container("i", ("/data",))},
+            r"--container-mount takes one SOURCE:DEST.*/da",
+        ),
+        ({"flags": (*MODEL, "--switch-run-dir", "x")}, r"set --switch-run-dir.*use --run-dir"),
+        ({"flags": (*MODEL, "--switch-device", "cpu")}, r"set --switch-device themselves"),
+    ],
+)
+def test_what_cannot_stand_in_a_script_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        job(**changes)
+
+
+@pytest.mark.parametrize("time", ["90", "90:00", "12:00:00", "2-0", "2-12:30:00"])
+def test_times_are_those_of_slurm(time):
+    assert job(time_limit=time).time_limit == time
+
+
+def test_what_is_likely_forgotten_is_said():
+    assert job("--save-interval", "100").notes == []
+    assert ["--save-interval" in note for note in job().notes] == [True]
+    assert any("--data-path" in note for note in job(flags=("--save-interval", "9")).notes)
