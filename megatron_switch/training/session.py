@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.core.enums import ModelType
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
@@ -24,7 +24,6 @@ from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.rank_table import table_as_csv
 from megatron_switch.moe.metrics import SwitchMetricsTracker
 from megatron_switch.moe.statistics import RoutingReport
-from megatron_switch.rehearsal.stage import Observed
 from megatron_switch.repairs import repaired_megatron
 from megatron_switch.training.arguments import CommandLine, parse_command_line
 from megatron_switch.training.banner import banner
@@ -54,6 +53,9 @@ from megatron_switch.training.slurm import slurm_ranks
 from megatron_switch.training.t5_batch import T5ForwardStep, t5_datasets_provider
 from megatron_switch.training.write_targets import check_write_targets
 
+if TYPE_CHECKING:
+    from megatron_switch.rehearsal.stage import Observed
+
 _SETTLING = 100
 """Least iterations before a drop rate says anything about the router."""
 
@@ -78,7 +80,7 @@ def train(argv: Sequence[str]) -> None:
         _Run(line, device, list(argv)).start()
 
 
-def rehearse(argv: Sequence[str], rehearsal: Observed) -> None:
+def rehearse(argv: Sequence[str], rehearsal: "Observed") -> None:
     """Take two steps as the rank that ``RANK`` and ``WORLD_SIZE`` say, on the CPU, watched.
 
     Args:
@@ -103,7 +105,7 @@ class _Run:
         line: CommandLine,
         device: Literal["cuda", "cpu"],
         argv: list[str],
-        rehearsal: Observed | None = None,
+        rehearsal: "Observed | None" = None,
     ) -> None:
         check_flag_values(line.args)
         if line.args.load is not None:

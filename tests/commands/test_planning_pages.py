@@ -47,7 +47,7 @@ def flags_of_training():
 
 def test_every_flag_that_a_page_names_exists(capsys):
     known = flags_of_training() | FOREIGN
-    for command in ("plan", "rehearse", "check-binding", "from-deepspeed"):
+    for command in ("plan", "rehearse", "check-binding", "from-deepspeed", "render-launch"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         known |= set(re.findall(r"--[a-z][a-z0-9_-]*", capsys.readouterr().out))
