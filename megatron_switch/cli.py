@@ -19,6 +19,7 @@ from megatron_switch.errors import SwitchError
 from megatron_switch.help_text import ShowingDefaults
 
 _USER_ERROR = 2
+_INTERRUPTED = 130  # what shells return for a command that Ctrl-C ended
 _HELP_ALL = "--help-all"
 _HELP = frozenset({"-h", "--help", _HELP_ALL})
 _PATIENCE_S = 3.0  # long enough for rank 0's message to end the job first
@@ -41,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _quieten_imports()
     if words and words[0] in COMMANDS:
-        return reporting_errors(lambda: COMMANDS[words[0]].run(words[1:]))
+        try:
+            return reporting_errors(lambda: COMMANDS[words[0]].run(words[1:]))
+        except KeyboardInterrupt:
+            print("\nmegatron-switch: interrupted", file=sys.stderr)
+            return _INTERRUPTED
     parser = ArgumentParser(
         prog="megatron-switch",
         description="Train Switch Transformers with Megatron-Core.",

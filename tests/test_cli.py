@@ -53,6 +53,18 @@ def test_a_command_gets_its_words_and_its_code_is_the_programs(monkeypatch):
     assert seen == [["--a", "b"], []]
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setitem(
+        COMMANDS, "try", Command("for this test", raising_with(KeyboardInterrupt()))
+    )
+    assert main(["try"]) == 130
+    assert capsys.readouterr().err == "\nmegatron-switch: interrupted\n"
+
+
+def raising_with(error):
+    return lambda words: raising(error)()
+
+
 def raising(error):
     def run():
         raise error

@@ -11,6 +11,7 @@ among Megatron's metric entries and are cleared in place, because a captured CUD
 adding to the memory it was captured with, and Megatron restores the entries after its warm-up.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -154,16 +155,21 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
     def _add_to_console(
         self, total_loss_dict: dict[str, Any] | None, scalars: dict[str, float]
     ) -> None:
-        """Add to Megatron's sums, except for a skipped step, which it does not count either."""
+        """Add to Megatron's sums, except for a skipped step, which it does not count either.
+
+        Where a line has no step that counts, a value is NaN, which Megatron leaves out of the line.
+        """
         if total_loss_dict is None:
             return
         skipped = self._step_was_skipped(total_loss_dict)
+        counted = int(total_loss_dict.get(_STEP_KEYS[0], 0))
         for name in ("load_balancing_loss", "z_loss"):
-            value = 0.0 if skipped else scalars[name]
-            if name in total_loss_dict:
-                total_loss_dict[name] = total_loss_dict[name] + value
-            else:
-                total_loss_dict[name] = torch.tensor([value])
+            if skipped and not counted:
+                total_loss_dict[name] = torch.tensor([math.nan])
+            elif not skipped and counted > 1 and name in total_loss_dict:
+                total_loss_dict[name] = total_loss_dict[name] + scalars[name]
+            elif not skipped:
+                total_loss_dict[name] = torch.tensor([scalars[name]])
 
     def _step_was_skipped(self, total_loss_dict: dict[str, Any]) -> bool:
         """Tell from Megatron's two counters, which it resets together after a console line."""

@@ -46,6 +46,11 @@ def fill_defaults(line: CommandLine, device: Literal["cuda", "cpu"]) -> tuple[st
         _fill_local(line, set_here, fused=have_apex and device == "cuda")
     elif line.args.transformer_impl == "transformer_engine" and line.args.num_experts:
         set_here("moe_grouped_gemm", True, "--moe-grouped-gemm")
+    guarded = line.args.num_experts and line.args.switch_nonfinite != "ignore"
+    if line.args.save is None and not guarded:
+        # Megatron's search for a fault behind NaN saves a checkpoint and leaves an exit code; with
+        # no place to save it ends in a TypeError, and without the search in what was not finite.
+        set_here("rerun_mode", "disabled", "--rerun-mode disabled (no --save)")
     if line.args.reset_attention_mask:  # the dataset must build the mask it resets
         set_here("create_attention_mask_in_dataloader", True, "attention mask from the data set")
     return tuple(set_here.report)

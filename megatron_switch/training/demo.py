@@ -4,7 +4,7 @@ Nothing here is special to the demo except the sizes: it does what the commands 
 trains in a process of its own, and then shows what the output holds. The corpus is the running
 Python's standard library, so nothing is downloaded. Where no terminal shows a bar, a line now and
 then says how far it is. Training that was stopped before its end is not looked at: what was saved
-can be continued, and the exit code is 1.
+can be continued, and the exit code is 1, or 130 after Ctrl-C.
 
 Megatron is imported only to look inside: it sets up logging, which would make the preparation
 talk, and a help text need not wait for it.
@@ -175,16 +175,18 @@ def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> 
         soft_wrap=True,
     )
     started = time.monotonic()
-    with log_path.open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    memory = PeakMemory(process.pid)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=screen, disable=not screen.is_terminal) as progress:
+    with (
+        log_path.open("w", encoding="utf-8") as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
+        Progress(*columns, console=screen, disable=not screen.is_terminal) as progress,
+    ):
+        memory = PeakMemory(process.pid)
         task = progress.add_task("starting", total=iterations)
         next_line = 0
         for record in _follow(process, folder / "metrics.jsonl", memory):

@@ -10,9 +10,10 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 _CONF = """\
 ClusterName=test
@@ -74,8 +75,18 @@ class Cluster:
 
     def state(self, job: str) -> str:
         """Return the state of a job, such as ``RUNNING``."""
-        shown = self.run("scontrol", "show", "job", job)
-        return shown.split("JobState=")[1].split()[0]
+        return self._shown(job, "JobState")
+
+    def wait_for_restart(self, job: str, *, seconds: float) -> None:
+        """Return when a job has been put back into the queue.
+
+        Raises:
+            TimeoutError: If it has not by then.
+        """
+        _wait_until(lambda: self._shown(job, "Restarts") == "1", f"job {job} again", seconds)
+
+    def _shown(self, job: str, name: str) -> str:
+        return self.run("scontrol", "show", "job", job).split(f"{name}=")[1].split()[0]
 
     def wait(self, job: str, *, seconds: float) -> str:
         """Return the state in which a job ended.
@@ -143,8 +154,8 @@ def _start_munge(folder: Path, stack: ExitStack) -> None:
     _wait_until((home / "socket").exists, "munged")
 
 
-def _start(words: list[str], stack: ExitStack, **options: object) -> None:
-    process = subprocess.Popen(  # type: ignore[call-overload]
+def _start(words: list[str], stack: ExitStack, **options: Any) -> None:
+    process = subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options
     )
 
@@ -162,9 +173,9 @@ def _wait_for_nodes(cluster: Cluster) -> None:
     _wait_until(both_idle, "nodes")
 
 
-def _wait_until(true: object, what: str, seconds: float = 30) -> None:
+def _wait_until(true: Callable[[], bool], what: str, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
+    while not true():
         if time.monotonic() > end:
             raise TimeoutError(f"{what} did not start within {seconds:.0f} s.")
         time.sleep(0.2)

@@ -17,19 +17,19 @@ import pytest
 from slurm_cluster import running_cluster
 
 ROOT = Path(__file__).parents[2]
-ITERATIONS = 130
+ITERATIONS = 170
 FLAGS = [
-    *["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"],
-    *["--seq-length", "128", "--max-position-embeddings", "128", "--num-experts", "4"],
+    *["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"],
+    *["--seq-length", "64", "--max-position-embeddings", "64", "--num-experts", "4"],
     *["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     *["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"],
-    *["--micro-batch-size", "8", "--global-batch-size", "64", "--lr", "1e-3"],
+    *["--micro-batch-size", "4", "--global-batch-size", "16", "--lr", "1e-3"],
     *["--hidden-dropout", "0", "--attention-dropout", "0", "--mock-data", "--vocab-size", "256"],
     *["--tokenizer-type", "NullTokenizer", "--split", "98,1,1", "--eval-iters", "0"],
     *["--train-iters", str(ITERATIONS), "--save-interval", "1000"],
 ]
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,8 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize("shape", ["srun", "torchrun"])
 def test_a_time_limit_saves_and_requeues_the_run(cluster, uninterrupted, tmp_path, shape):
-    words = ["--shape", shape, "--time", "1", "--save-seconds", "1"]
+    # SLURM looks every 30 s, so the signal comes 60 to 90 s after the start.
+    words = ["--shape", shape, "--time", "2", "--save-seconds", "30"]
     # One torchrun looks for the GPUs that it binds to.
     words += ["--no-numa-binding"] if shape == "torchrun" else []
     script = render(tmp_path, *words)
@@ -94,12 +95,16 @@ def test_a_time_limit_saves_and_requeues_the_run(cluster, uninterrupted, tmp_pat
         PYTHON=sys.executable,
         MASTER_ADDR="127.0.0.1",
     )
-    state = cluster.wait(job, seconds=400)
+    cluster.wait_for_restart(job, seconds=150)
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    state = cluster.wait(job, seconds=600)
     said = (cluster.folder / f"switch-{job}.out").read_text()
     assert state == "COMPLETED", said
     assert "telling all ranks to save" in said
     assert "back into the queue" in said
     assert "ended with exit code 0" in said
+    logs = (tmp_path / "run" / "launch").glob("*.log")
+    assert any("successfully loaded checkpoint" in log.read_text() for log in logs)
     found = losses(tmp_path / "run" / "metrics.jsonl")
     assert [iteration for iteration, _ in found] == list(range(1, ITERATIONS + 1))
     assert found == uninterrupted

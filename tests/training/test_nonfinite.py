@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
-from tiny_run import SPARSE, read_records, train, trained
+from tiny_run import SPARSE, TINY, read_records, train, trained
 from torch import nn
 
 from megatron_switch.errors import NumericError
@@ -179,6 +179,16 @@ def test_where_megatron_stops_first_the_rank_still_says_why(data):
     outcome = train(flags, ranks=2, prepare=break_logits(2, on_rank=1))
     assert outcome.code != 0
     assert re.search(r"Iteration 2: .* not finite in layer 2 \(rank 1\)", outcome.errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--num-experts 4 --switch-nonfinite ignore"])
+def test_without_a_place_to_save_a_loss_that_is_no_number_is_said_at_once(data, more):
+    outcome = train(f"{TINY} {more} {data}", prepare=break_loss)
+    assert outcome.code != 0
+    assert "--rerun-mode disabled (no --save)" in outcome.screen
+    assert "found NaN in local" in outcome.errors
+    assert "TypeError" not in outcome.errors
 
 
 @pytest.mark.slow
