@@ -13,6 +13,11 @@ import torch
 
 gc.disable()  # until all tests are imported: nothing of that is garbage
 
+# Autograd counts devices at its first backward pass, and with any but the CPU it starts threads,
+# after which no rank can be forked. A FakeTensorMode makes torch count a CUDA device that is not
+# there, so the first pass must come before.
+torch.ones((), requires_grad=True).backward()
+
 SLOW_MARKERS = ("slow", "torchrun")
 
 

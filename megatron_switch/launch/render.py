@@ -31,7 +31,7 @@ def render_sbatch(job: Job, generation: Generation, command: Sequence[str]) -> s
         job=job,
         variables=environment_of(job, generation),
         command=_wrapped(command),
-        signal={"name": chosen.name.removeprefix("SIG"), "number": int(chosen)},
+        signal=chosen.name.removeprefix("SIG"),
         leaves=-(-job.nodes // job.hardware.nodes_per_leaf),
         domains=_domains(job),
         tests=group_tests(job.layout),

@@ -10,10 +10,11 @@ and the command line, being later, wins. Nothing here reads or writes Megatron's
 import difflib
 import json
 import sys
-from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,6 +62,9 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     def add_switch_flags(parser: ArgumentParser) -> ArgumentParser:
         _SwitchFlags(SwitchConfig).build_group(parser, title="Switch Transformer")
         parser.error = _refuse  # type: ignore[method-assign]  # Megatron's 800-line usage helps nobody
+        for action in parser._actions:
+            if action.choices and all(isinstance(choice, Enum) for choice in action.choices):
+                action.type = _member_named(action.choices)
         flags = {flag: action for action in parser._actions for flag in action.option_strings}
         _refuse_unknown(argv, flags)
         words = [*_model_words(argv, flags), *argv]
@@ -72,6 +76,18 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     with _command_line_kept():
         args = parse_args(add_switch_flags)
     return CommandLine(args, frozenset(seen))
+
+
+def _member_named(members: Iterable[Enum]) -> Callable[[str], Enum]:
+    """Return what reads a name as Megatron does, where Megatron ends in a KeyError."""
+    by_name = {member.name: member for member in members}
+
+    def read(name: str) -> Enum:
+        if name not in by_name:
+            raise ArgumentTypeError(f"'{name}' is none of {', '.join(by_name)}")
+        return by_name[name]
+
+    return read
 
 
 def add_switch_arguments(parser: ArgumentParser) -> None:

@@ -80,7 +80,7 @@ def test_each_shape_saves_on_a_signal_that_its_ranks_get():
     assert "scancel --signal=TERM" in sbatch(shape="srun")
     under_torchrun = sbatch(shape="torchrun")
     assert "scancel --signal=USR1" in under_torchrun
-    assert "--exit-signal 10" in under_torchrun
+    assert "--exit-signal SIGUSR1" in under_torchrun
 
 
 def test_ranks_are_bound_to_the_memory_domain_of_their_gpu():

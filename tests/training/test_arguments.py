@@ -71,6 +71,7 @@ def test_the_programs_own_words_stay():
         (["--num-expert", "8"], r"no flag --num-expert\. Did you mean --num-experts"),
         (["--zzz"], r"no flag --zzz\. See docs/flags\.md"),
         (["--switch-dispatch", "fast"], r"cannot be used: .*--switch-dispatch: invalid choice"),
+        (["--exit-signal", "10"], r"--exit-signal: '10' is none of SIGHUP, SIGINT"),
         (["--switch-recipe", "hg"], r"--switch-recipe: invalid choice: 'hg'.*'hf'"),
         (["--switch-recipe"], r"--switch-recipe: expected one argument"),
         (["--num-layers", "many"], r"--num-layers: invalid int value: 'many'"),
