@@ -161,15 +161,21 @@ def _upcycle(argv: list[str]) -> int:
 
 
 def _capacity_sweep(argv: list[str]) -> int:
+    from megatron_switch.training.parsers import capacity_sweep_parser
+
+    capacity_sweep_parser().parse_known_args(argv)  # help and slips are answered without Megatron
     from megatron_switch.training.capacity_sweep import run
 
     return run(argv)
 
 
 def _check_layouts(argv: list[str]) -> int:
-    from megatron_switch.testing.layout_check import add_arguments, run
+    from megatron_switch.testing.layout_flags import add_arguments
 
-    return run(_parsed("check-layouts", COMMANDS["check-layouts"].summary, add_arguments, argv))
+    args = _parsed("check-layouts", COMMANDS["check-layouts"].summary, add_arguments, argv)
+    from megatron_switch.testing.layout_check import run
+
+    return run(args)
 
 
 def _demo(argv: list[str]) -> int:

@@ -114,8 +114,9 @@ class DistSource:
                 stored = torch.load(stream, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises nearly anything on a damaged file
             raise CheckpointError(
-                f"{path}: {key} cannot be read at byte {location.offset}: {error}. "
-                "The file is damaged; take another iteration."
+                f"{path}: {key} is expected at byte {location.offset} as {chunk.sizes} "
+                f"{self.tensors[key].dtype}, but no tensor can be read there "
+                f"({type(error).__name__}). The file is damaged; take another iteration."
             ) from error
         dtype = self.tensors[key].dtype
         if not isinstance(stored, Tensor) or (tuple(stored.shape), stored.dtype) != (

@@ -44,6 +44,24 @@ class FoundCheckpoint:
         return self.folder.name == RELEASE
 
 
+@dataclass(frozen=True)
+class Asker:
+    """Who wants a checkpoint, in the words of messages: a run, or a command that only reads."""
+
+    folder_flag: str = "--load"
+    iteration_flag: str = "--ckpt-step"
+    can_start_anew: bool = True
+
+    def correct(self) -> str:
+        """Return the way out of a folder that holds no checkpoint."""
+        if not self.can_start_anew:
+            return f"Give another folder to {self.folder_flag}."
+        return f"Correct {self.folder_flag}, or leave it out to start from new weights."
+
+
+RUN = Asker()
+
+
 def has_checkpoint(folder: Path) -> bool:
     """Whether ``folder`` holds anything that looks like a checkpoint, complete or not.
 
@@ -63,31 +81,31 @@ def checkpoint_folder(folder: Path) -> Path:
     return inside if inside.is_dir() and not has_checkpoint(folder) else folder
 
 
-def find_checkpoint(folder: Path, *, iteration: int | None = None) -> FoundCheckpoint:
+def find_checkpoint(
+    folder: Path, *, iteration: int | None = None, asker: Asker = RUN
+) -> FoundCheckpoint:
     """Return the checkpoint of ``folder`` that a run can continue from.
 
     Args:
         folder: What ``--load`` names: the folder with the tracker file.
         iteration: What ``--ckpt-step`` names. Given, it is this iteration or an error.
+        asker: Whose flags messages name.
 
     Raises:
         CheckpointError: The folder does not exist, holds no checkpoint, only incomplete ones,
             or one in a format that this program cannot load.
     """
     if not folder.is_dir():
-        raise CheckpointError(
-            f"The checkpoint folder {folder} does not exist. "
-            "Correct --load, or leave it out to start from new weights."
-        )
+        raise CheckpointError(f"The checkpoint folder {folder} does not exist. {asker.correct()}")
     if iteration is not None:
-        return _required(folder, iteration)
+        return _required(folder, iteration, asker.iteration_flag)
     named, trouble = _read_tracker(folder / TRACKER)
     if named is not None:
         defect = find_defect(folder / named)
         if defect is None:
             return _found(folder / named)
         trouble = f"{folder / TRACKER} names {named}, which is not complete: {defect}"
-    return _newest_complete(folder, trouble, tried=named)
+    return _newest_complete(folder, trouble, tried=named, asker=asker)
 
 
 def write_tracker(folder: Path, found: FoundCheckpoint) -> None:
@@ -108,19 +126,19 @@ def write_tracker(folder: Path, found: FoundCheckpoint) -> None:
         ) from error
 
 
-def _required(folder: Path, iteration: int) -> FoundCheckpoint:
+def _required(folder: Path, iteration: int, flag: str) -> FoundCheckpoint:
     target = folder / f"iter_{iteration:07d}"
     if not target.is_dir():
         complete = [name for name in _iterations(folder) if find_defect(folder / name) is None]
         raise CheckpointError(
-            f"--ckpt-step {iteration} asks for {target}, which does not exist. Complete "
+            f"{flag} {iteration} asks for {target}, which does not exist. Complete "
             f"checkpoints in {folder}: {', '.join(complete) or 'none'}."
         )
     defect = find_defect(target)
     if defect is not None:
         raise CheckpointError(
-            f"--ckpt-step {iteration} asks for {target}, which is not complete: {defect} "
-            "Choose another iteration, or leave --ckpt-step out to take the newest complete one."
+            f"{flag} {iteration} asks for {target}, which is not complete: {defect} "
+            f"Choose another iteration, or leave {flag} out to take the newest complete one."
         )
     return FoundCheckpoint(target, iteration)
 
@@ -140,7 +158,9 @@ def _read_tracker(path: Path) -> tuple[str | None, str]:
     return None, f"{path} holds {content[:40]!r}, which is neither an iteration nor 'release'."
 
 
-def _newest_complete(folder: Path, trouble: str, tried: str | None) -> FoundCheckpoint:
+def _newest_complete(
+    folder: Path, trouble: str, *, tried: str | None, asker: Asker
+) -> FoundCheckpoint:
     """Return the newest complete checkpoint, or say what was found instead."""
     defects = {}
     for name in _iterations(folder):
@@ -151,25 +171,26 @@ def _newest_complete(folder: Path, trouble: str, tried: str | None) -> FoundChec
         defects[name] = defect
     if (folder / "metadata.json").exists():
         raise CheckpointError(
-            f"--load names the folder of one iteration, {folder}. Give it the folder above, "
-            f"{folder.parent}, and the iteration to --ckpt-step if it is not the newest one."
+            f"{asker.folder_flag} names the folder of one iteration, {folder}. Give it the folder "
+            f"above, {folder.parent}, and the iteration to {asker.iteration_flag} if it is not the "
+            "newest one."
         )
     foreign = _foreign(folder)
     if foreign is not None:
         raise CheckpointError(
             f"{folder} holds a checkpoint in {foreign}, but only Megatron's torch_dist format can "
-            "be loaded. Convert it with the program that wrote it, or correct --load."
+            f"be loaded. Convert it with the program that wrote it, or correct {asker.folder_flag}."
         )
     if not defects and tried is None:
         raise CheckpointError(
             f"{folder} holds no checkpoint: {trouble} There is no iter_* folder either. "
-            "Correct --load, or leave it out to start from new weights."
+            f"{asker.correct()}"
         )
     listing = "".join(f"\n  {name}: {defect}" for name, defect in list(defects.items())[:5])
     raise CheckpointError(
         f"{folder} holds no complete checkpoint. {trouble}{listing}\n"
-        "The run that saved them probably ended while saving. Load another folder, or leave "
-        "--load out to start from new weights."
+        "The run that saved them probably ended while saving, or a file was lost in a copy. "
+        f"{asker.correct()}"
     )
 
 

@@ -25,12 +25,16 @@ from megatron_switch.checkpoint.dist_source import DistSource
 from megatron_switch.checkpoint.dist_writer import Chunk, write_dist_checkpoint
 from megatron_switch.checkpoint.files import RELEASE, TRACKER, FoundCheckpoint
 from megatron_switch.checkpoint.sharding import Cutting
+from megatron_switch.checkpoint.stages import Placement
 from megatron_switch.checkpoint.staging import folder_put_in_place
 from megatron_switch.errors import CheckpointError
 from megatron_switch.layout.grid import Layout
 
 _OF_THE_LAYOUT = ("rng_state/", "rerun_state_machine_state/")
 _BUCKETS = "dp_reshardable"
+
+EQUAL_SHARES = Placement()
+"""Every pipeline stage has as many layers as any other."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +55,31 @@ class Resharding:
         return sum(chunk.nbytes for chunk in self.chunks)
 
 
-def plan_resharding(found: FoundCheckpoint, layout: Layout, state: dict[str, Any]) -> Resharding:
+def plan_resharding(
+    found: FoundCheckpoint,
+    layout: Layout,
+    state: dict[str, Any],
+    placement: Placement = EQUAL_SHARES,
+) -> Resharding:
     """Plan to rewrite a checkpoint.
 
     Args:
         found: The checkpoint.
         layout: The new layout, which must be legal for the model.
         state: Its common state, from ``read_common_state``.
+        placement: Which layers the new pipeline stages have.
 
     Raises:
         CheckpointError: It is not complete, or its optimizer state cannot be moved.
+        LayoutError: The layers do not go onto the stages.
     """
     args = state["args"]
     refuse_buckets(state)
     source = DistSource(found.folder)
-    new_args, same = args_for(args, layout)
+    new_args, same = args_for(args, layout, placement)
     gated = bool(getattr(args, "swiglu", False) or getattr(args, "quick_geglu", False))
     gated = gated or getattr(args, "switch_activation", "auto") == "gated-gelu"
-    cutting = Cutting(layout, args.num_layers, gated)
+    cutting = Cutting(layout, placement.stages(args.num_layers, layout.pp), gated)
     chunks = tuple(
         Chunk(key, info.shape, info.dtype, box, partial(source.read, key, box), rank)
         for key, info in source.tensors.items()
@@ -112,12 +123,15 @@ def refuse_buckets(state: dict[str, Any]) -> None:
     )
 
 
-def args_for(args: Namespace, layout: Layout) -> tuple[Namespace, bool]:
+def args_for(
+    args: Namespace, layout: Layout, placement: Placement = EQUAL_SHARES
+) -> tuple[Namespace, bool]:
     """Return arguments for another layout, and whether it is the stored one.
 
     Args:
         args: Stored arguments; not changed.
         layout: The new layout.
+        placement: Which layers its pipeline stages have.
     """
     new = copy.copy(args)
     sizes = {
@@ -130,11 +144,12 @@ def args_for(args: Namespace, layout: Layout) -> tuple[Namespace, bool]:
         "data_parallel_size": layout.dp,
     }
     same = all(getattr(args, name, None) == size for name, size in sizes.items())
+    same = same and Placement.of(args) == placement
     for name, size in sizes.items():
         setattr(new, name, size)
     if not same:
         new.no_save_rng = True  # what Megatron reads as: there are no random states
-        new.virtual_pipeline_model_parallel_size = None
+        placement.write_to(new)
         new.sequence_parallel = layout.tp > 1
     return new, same
 

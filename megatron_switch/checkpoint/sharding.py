@@ -10,8 +10,8 @@ front of it (``optimizer.state.exp_avg.decoder.layers...``).
     everything else is whole on every rank, and the first one holds it here
 
 The first matrix of a gated unit is two matrices on top of each other, and each is cut on its own.
-Layers go to pipeline stages in equal shares; the embedding is on the first, what follows the last
-layer on the last.
+Layers go to pipeline stages as :mod:`megatron_switch.checkpoint.stages` says; the embedding is on
+the first, what follows the last layer on the last.
 """
 
 import itertools
@@ -36,7 +36,8 @@ class Cutting:
     """A layout, and what of a model decides where cuts are."""
 
     layout: Layout
-    num_layers: int
+    stages: tuple[int, ...]
+    """Pipeline stage of each layer."""
     gated: bool
 
     def boxes(self, key: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
@@ -61,10 +62,11 @@ class Cutting:
                 yield rank, box
 
     def _stage(self, key: str, layer: int | None) -> int:
-        stages = self.layout.pp
+        if self.layout.pp == 1:  # an encoder-decoder's stacks may differ in depth
+            return 0
         if layer is not None:
-            return layer * stages // self.num_layers
-        return stages - 1 if _AFTER_LAYERS.fullmatch(key) else 0
+            return self.stages[layer]
+        return self.layout.pp - 1 if _AFTER_LAYERS.fullmatch(key) else 0
 
     def _cut(self, key: str, shape: tuple[int, ...], stage: int) -> Iterator[tuple[int, Box]]:
         layout = self.layout

@@ -28,7 +28,7 @@ from megatron_switch.checkpoint.conversion import (
     write_export,
     write_import,
 )
-from megatron_switch.checkpoint.files import checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.files import Asker, checkpoint_folder, find_checkpoint
 from megatron_switch.checkpoint.inspection import inspect_folder
 from megatron_switch.checkpoint.tensors import size_text
 from megatron_switch.checkpoint.tokenizer_files import tokenizer_flags, write_tokenizer
@@ -37,6 +37,8 @@ from megatron_switch.commands.progress import bytes_progress
 from megatron_switch.data.tokenizer import build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.vocabulary import padded_vocab_size
+
+_ASKER = Asker("--megatron", "--iteration", can_start_anew=False)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -181,7 +183,7 @@ _SHOWN = (
 
 
 def _export(own: Namespace) -> None:
-    found = find_checkpoint(checkpoint_folder(own.megatron), iteration=own.iteration)
+    found = find_checkpoint(checkpoint_folder(own.megatron), iteration=own.iteration, asker=_ASKER)
     plan = plan_export(found, architecture=own.architecture, dtype=own.dtype)
     size = own.vocab_size or _tokens(plan.args)
     if size is not None:
@@ -231,7 +233,7 @@ def _inspect(own: Namespace) -> None:
 
 
 def _verify(own: Namespace) -> None:
-    found = find_checkpoint(checkpoint_folder(own.megatron))
+    found = find_checkpoint(checkpoint_folder(own.megatron), asker=_ASKER)
     total = sum(path.stat().st_size for path in found.folder.glob("*.distcp"))
     with bytes_progress("comparing", total) as on_bytes:
         result = compare_sides(own.hf, found, on_bytes=on_bytes)

@@ -3,6 +3,9 @@
 The dense model is computed by Megatron or, where it is in Hugging Face's format, by
 ``transformers``. A decoder-only model predicts each next token; an encoder-decoder reads the first
 part of each window and predicts the rest.
+
+The vocabulary is the dense model's: a run's padding counts as it does in training, and what an
+upcycled model of ``transformers`` was padded with does not.
 """
 
 from argparse import Namespace
@@ -25,14 +28,18 @@ class FirstLosses:
     """Mean cross-entropy of both models, in nats."""
 
     dense: float
+    dropless: float
+    """Of the sparse model, where experts take every token."""
     sparse: float
+    """Of the same, with the capacity of evaluation."""
     tokens: int
 
     def explained(self, scale: str, num_experts: int) -> str:
-        """Return the two losses and what to make of them."""
+        """Return the losses and what to make of them."""
         text = (
             f"First loss on {self.tokens} tokens: {self.sparse:.4f}, the dense model's is "
-            f"{self.dense:.4f}. "
+            f"{self.dense:.4f}. Gates change it by {self.dropless - self.dense:+.4f}, tokens that "
+            f"find their expert full by {self.sparse - self.dropless:+.4f}. "
         )
         if scale == "none":
             return text + (
@@ -41,8 +48,7 @@ class FirstLosses:
                 "makes up for it within some hundred steps. --scale sqrt_e starts nearer."
             )
         return text + (
-            "The factors undo the gate of a uniform router exactly; what is left comes from gates "
-            "that are not uniform and from tokens that found their expert full."
+            "The factors undo the gate of a uniform router exactly, and this router's nearly."
         )
 
 
@@ -74,10 +80,13 @@ def first_losses(
     else:
         assert dense_folder is not None, "the dense model is somewhere"
         dense_BSV = scores(dense_folder, source_BS, target_BS)
-    sparse_BSV = scores(new, source_BS, target_BS)[..., : dense_BSV.size(-1)]
-    return FirstLosses(
-        mean_loss(dense_BSV, labels_BS), mean_loss(sparse_BSV, labels_BS), labels_BS.numel()
+    dropless, sparse = (
+        mean_loss(
+            scores(new, source_BS, target_BS, drop=drop)[..., : dense_BSV.size(-1)], labels_BS
+        )
+        for drop in (False, True)
     )
+    return FirstLosses(mean_loss(dense_BSV, labels_BS), dropless, sparse, labels_BS.numel())
 
 
 def _windows(text: Path, args: Namespace) -> Tensor:
@@ -89,10 +98,13 @@ def _windows(text: Path, args: Namespace) -> Tensor:
     try:
         tokens = [int(token) for token in tokenizer.built.tokenize(content)]
     except ValueError as error:
-        raise DataError(f"--text {text} cannot be tokenized: {error}.") from error
+        raise DataError(
+            f"--text {text} cannot be tokenized: {error}. The checkpoint is written."
+        ) from error
     count = min(_WINDOWS, len(tokens) // length)
     if count == 0:
         raise DataError(
-            f"--text {text} has {len(tokens)} tokens, but a window has {length}. Give a longer one."
+            f"--text {text} has {len(tokens)} tokens, but a window has {length}. The checkpoint is "
+            "written; give a longer text to learn its first loss."
         )
     return torch.tensor(tokens[: count * length]).view(count, length)

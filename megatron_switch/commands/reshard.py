@@ -8,18 +8,20 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 
-from megatron_switch.checkpoint.files import checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.files import Asker, checkpoint_folder, find_checkpoint
 from megatron_switch.checkpoint.resharding import (
     args_for,
     plan_resharding,
     read_state,
     write_resharding,
 )
+from megatron_switch.checkpoint.stages import PLACEMENT_FLAGS, Placement
 from megatron_switch.checkpoint.tensors import size_text
 from megatron_switch.commands.progress import bytes_progress
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
-from megatron_switch.errors import CheckpointError
+from megatron_switch.errors import CheckpointError, LayoutError
 from megatron_switch.layout.grid import Layout
+from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.checks import check_layout
 
 _SIZES = {
@@ -40,10 +42,15 @@ def run(argv: Sequence[str]) -> int:
         SwitchError: The layout is not legal for the model, or the checkpoint cannot be moved.
     """
     own = _parser().parse_args(list(argv))
-    found = find_checkpoint(checkpoint_folder(own.load), iteration=own.iteration)
+    found = find_checkpoint(
+        checkpoint_folder(own.load),
+        iteration=own.iteration,
+        asker=Asker(iteration_flag="--iteration", can_start_anew=False),
+    )
     state = read_state(found)
-    layout = _layout(own, state["args"])
-    plan = plan_resharding(found, layout, state)
+    placement = Placement(own.first, own.last, own.spelled)
+    layout = _layout(own, state["args"], placement)
+    plan = plan_resharding(found, layout, state, placement)
     with bytes_progress("resharding", 2 * plan.nbytes) as on_bytes:
         write_resharding(plan, own.save, workers=own.workers, on_bytes=on_bytes)
     old = state["args"]
@@ -70,6 +77,22 @@ def _parser() -> ArgumentParser:
     for flag in _SIZES:
         parser.add_argument(f"--{flag}", type=int, default=1, metavar="N", help="default: 1")
     parser.add_argument(
+        PLACEMENT_FLAGS["first"],
+        dest="first",
+        type=int,
+        metavar="N",
+        help="layers of the first pipeline stage (default: as many as any other)",
+    )
+    parser.add_argument(
+        PLACEMENT_FLAGS["last"], dest="last", type=int, metavar="N", help="of the last one"
+    )
+    parser.add_argument(
+        PLACEMENT_FLAGS["spelled"],
+        dest="spelled",
+        metavar="Ett|ttL",
+        help="layers of every stage, in Megatron's letters",
+    )
+    parser.add_argument(
         "--world-size",
         type=int,
         metavar="N",
@@ -81,7 +104,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _layout(own: Namespace, args: Namespace) -> Layout:
+def _layout(own: Namespace, args: Namespace, placement: Placement) -> Layout:
     """Return the new layout, checked against the model as at the start of a run."""
     sizes = {name: getattr(own, flag.replace("-", "_")) for flag, name in _SIZES.items()}
     if sizes["ep"] > 1 and not args.num_experts:
@@ -91,7 +114,9 @@ def _layout(own: Namespace, args: Namespace) -> Layout:
         )
     least = sizes["pp"] * math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
     layout = Layout(world_size=own.world_size or least, cp=1, **sizes)
-    new, _ = args_for(args, layout)
+    if getattr(args, "switch_arch", "gpt") == "t5" and layout.pp > 1:
+        raise LayoutError(PIPELINE_REFUSAL.format(layout.pp))
+    new, _ = args_for(args, layout, placement)
     new.global_batch_size = None  # how much a step reads is the next run's affair
     new.context_parallel_size = 1
     with redirect_stdout(sys.stderr):

@@ -24,7 +24,7 @@ from megatron_switch.checkpoint.conversion import (
     write_release,
 )
 from megatron_switch.checkpoint.dist_writer import Chunk
-from megatron_switch.checkpoint.files import checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.files import Asker, checkpoint_folder, find_checkpoint
 from megatron_switch.checkpoint.gpt_config import LAYOUTS, read_gpt_config
 from megatron_switch.checkpoint.gpt_model import GptModel, gpt_flags, gpt_from_args
 from megatron_switch.checkpoint.gpt_names import gpt_table
@@ -37,7 +37,7 @@ from megatron_switch.checkpoint.tensors import Box, size_text
 from megatron_switch.checkpoint.tokenizer_files import tokenizer_flags
 from megatron_switch.checkpoint.upcycling import Upcycling, upcycle
 from megatron_switch.commands.progress import bytes_progress
-from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.gpt import switch_layer_pattern
 from megatron_switch.training.written_arguments import written_arguments
 
@@ -59,9 +59,14 @@ def run(argv: Sequence[str]) -> int:
         argv: Words behind the command's name.
 
     Raises:
-        SwitchError: The model cannot be upcycled; nothing was written.
+        SwitchError: The model cannot be upcycled, and nothing was written; or it was, and its first
+            loss cannot be told.
     """
     own = _parser().parse_args(list(argv))
+    if own.text is not None and not own.text.is_file():
+        raise DataError(f"--text {own.text} is no file. Name a text, or leave the flag out.")
+    if own.num_experts < 1:
+        raise ConfigError(f"--num-experts is at least 1, got {own.num_experts}.")
     dense = _from_hf(own) if own.hf is not None else _from_megatron(own)
     pattern = _pattern(own, dense.model.shape)
     model, table, how = _sparse(dense.model, pattern, own)
@@ -127,7 +132,7 @@ def _parser() -> ArgumentParser:
 
 
 def _from_megatron(own: Namespace) -> _Dense:
-    found = find_checkpoint(checkpoint_folder(own.load))
+    found = find_checkpoint(checkpoint_folder(own.load), asker=Asker(can_start_anew=False))
     args = stored_args(found)
     weights, others, _ = open_weights(found, args)
     model: GptModel | T5Model

@@ -22,9 +22,7 @@ Shape = Literal["srun", "torchrun"]
 """Who starts the processes of a node: srun one a GPU, or srun one torchrun."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_TIME = re.compile(
-    r"(?:(?:\d+-)?\d+:)?\d+(?::\d+)?|\d+-\d+"
-)  # [days-]hours:minutes:seconds, minutes
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
 
 @dataclass(frozen=True)

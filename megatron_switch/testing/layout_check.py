@@ -13,7 +13,7 @@ import os
 import pickle
 import tempfile
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +30,7 @@ from megatron_switch.emulation.launch import import_megatron
 from megatron_switch.errors import ConfigError
 from megatron_switch.repairs import repaired_megatron
 from megatron_switch.testing.layout_cases import WORLD_SIZES, Case, all_cases, quick_cases
+from megatron_switch.testing.layout_flags import QUICK_RANKS
 from megatron_switch.testing.layout_run import Fault, run_case
 from megatron_switch.testing.layout_table import Result, heading, lines_of, summary
 from megatron_switch.testing.layout_values import Verdict, WholeValues, report, verdict_of
@@ -39,38 +40,10 @@ _TIMEOUT = timedelta(minutes=3)
 """How long ranks wait for one another before a case counts as failed."""
 _PATIENCE = timedelta(minutes=30)
 """The same on GPUs, where all but one wait for the references first."""
-_QUICK_RANKS = 4
 
 Device = Literal["cuda", "cpu"]
 References = Mapping[str, WholeValues]
 """By the meaning of a case."""
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the flags of the command."""
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cpu: forked ranks of this host. cuda: the ranks of torchrun, with NCCL and, where it "
-        "is installed, Transformer Engine; layouts of that many ranks only.",
-    )
-    parser.add_argument(
-        "--max-ranks",
-        type=int,
-        default=max(WORLD_SIZES),
-        metavar="N",
-        help=f"on the CPU, layouts of up to N of {', '.join(map(str, WORLD_SIZES))} ranks",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"few layouts, of up to {_QUICK_RANKS} ranks: any two sizes or settings that meet in "
-        "a layout of so many ranks still meet in one",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object for each layout, in place of the table"
-    )
 
 
 def run(args: Namespace) -> int:
@@ -85,7 +58,7 @@ def run(args: Namespace) -> int:
     on_gpus = args.device == "cuda"
     ranks = _launched_ranks() if on_gpus else args.max_ranks
     if args.quick and not on_gpus:
-        ranks = min(ranks, _QUICK_RANKS)
+        ranks = min(ranks, QUICK_RANKS)
     cases = all_cases(max(WORLD_SIZES) if on_gpus else ranks)
     if on_gpus:
         cases = [case for case in cases if case.layout.world_size == ranks]

@@ -14,11 +14,10 @@ Shape letters: B sequences, S positions, V rows of the vocabulary.
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,11 +40,10 @@ from megatron_switch.moe.statistics import RoutingReport
 from megatron_switch.training.batch import build_datasets
 from megatron_switch.training.console import Console
 from megatron_switch.training.model import sparse_layers
+from megatron_switch.training.parsers import SWEPT_FACTORS, capacity_sweep_parser
 from megatron_switch.training.trained_model import TrainedModel, open_trained_model
 
 SCHEMA = "megatron-switch/capacity-sweep/1"
-_FACTORS = "1,1.25,1.5,2,-1"
-_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: The checkpoint, its data or the flags cannot be used.
     """
-    own, flags = _parser().parse_known_args(list(argv))
+    own, flags = capacity_sweep_parser().parse_known_args(list(argv))
     factors = _factors(own.factors)
     rank = int(os.environ.get("RANK", "0"))
     screen = sys.stdout
@@ -260,7 +258,7 @@ def _factors(words: str) -> list[float]:
     except ValueError as error:
         raise ConfigError(
             f"--factors takes numbers with commas between them, got {words!r}. For example: "
-            f"--factors {_FACTORS}"
+            f"--factors {SWEPT_FACTORS}"
         ) from error
     for factor in factors:
         expert_capacity(1, 1, factor)  # refuses what is no factor
@@ -302,52 +300,3 @@ def _print(
         f"({model.switch.capacity_group}).",
         soft_wrap=True,
     )
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="megatron-switch capacity-sweep",
-        usage="megatron-switch capacity-sweep CHECKPOINT [OPTIONS] [MEGATRON FLAGS]",
-        description="Evaluates a trained checkpoint at several capacity factors, without training: "
-        "what is dropped, and what it costs.",
-        epilog="All other flags are those of 'megatron-switch train', for layout (under "
-        "torchrun), device (--switch-device), --ckpt-step, --tokenizer-model and what else shall "
-        "differ from the checkpoint.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="checkpoint folder, or the --switch-run-dir of a training; comes first",
-    )
-    add(
-        "--factors",
-        default=_FACTORS,
-        metavar="LIST",
-        help=f"capacity factors; a negative one drops nothing ({_FACTORS}). Write --factors=-1,2 "
-        "where the first is negative.",
-    )
-    add(
-        "--samples",
-        type=int,
-        default=_SAMPLES,
-        metavar="N",
-        help=f"validation sequences to evaluate on ({_SAMPLES})",
-    )
-    add(
-        "--micro-batch-size",
-        type=int,
-        metavar="B",
-        help="sequences that share a capacity (that of evaluation in training)",
-    )
-    add(
-        "--data-path",
-        nargs="+",
-        metavar="PREFIX",
-        help="prepared data to evaluate on (that of the training)",
-    )
-    add("--split", metavar="A,B,C", help="which part of it is for validation (as in training)")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
-    return parser

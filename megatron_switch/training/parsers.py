@@ -7,6 +7,9 @@ them: nothing here imports either, so the command line parses with this before i
 from argparse import ArgumentParser
 from pathlib import Path
 
+SWEPT_FACTORS = "1,1.25,1.5,2,-1"
+"""What capacity-sweep evaluates at, unless told."""
+
 
 def generate_parser() -> ArgumentParser:
     """Return the parser of ``megatron-switch generate``; what it does not know is Megatron's."""
@@ -81,4 +84,54 @@ def experts_parser() -> ArgumentParser:
     add("--sequences", type=int, default=200, metavar="N", help="sequences to read (200)")
     add("--num-tokens", type=int, default=6, metavar="N", help="tokens to show for an expert (6)")
     add("--min-count", type=int, default=20, metavar="N", help="least occurrences (20)")
+    return parser
+
+
+def capacity_sweep_parser() -> ArgumentParser:
+    """Return the parser of ``megatron-switch capacity-sweep``; what is left over is Megatron's."""
+    parser = ArgumentParser(
+        prog="megatron-switch capacity-sweep",
+        usage="megatron-switch capacity-sweep CHECKPOINT [OPTIONS] [MEGATRON FLAGS]",
+        description="Evaluates a trained checkpoint at several capacity factors, without training: "
+        "what is dropped, and what it costs.",
+        epilog="All other flags are those of 'megatron-switch train', for layout (under "
+        "torchrun), device (--switch-device), --ckpt-step, --tokenizer-model and what else shall "
+        "differ from the checkpoint.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="checkpoint folder, or the --switch-run-dir of a training; comes first",
+    )
+    add(
+        "--factors",
+        default=SWEPT_FACTORS,
+        metavar="LIST",
+        help=f"capacity factors; a negative one drops nothing ({SWEPT_FACTORS}). Write "
+        "--factors=-1,2 where the first is negative.",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=256,
+        metavar="N",
+        help="validation sequences to evaluate on (256)",
+    )
+    add(
+        "--micro-batch-size",
+        type=int,
+        metavar="B",
+        help="sequences that share a capacity (that of evaluation in training)",
+    )
+    add(
+        "--data-path",
+        nargs="+",
+        metavar="PREFIX",
+        help="prepared data to evaluate on (that of the training)",
+    )
+    add("--split", metavar="A,B,C", help="which part of it is for validation (as in training)")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser

@@ -7,8 +7,10 @@ length of one call.
 Shape letters: B sequences, S positions, V rows of the vocabulary.
 """
 
+import logging
 from argparse import Namespace
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -55,7 +57,7 @@ def scores(
     found = find_checkpoint(folder)
     length = max(tokens_BS.size(1), 0 if targets_BS is None else targets_BS.size(1))
     args = _arguments(stored_args(found), length)
-    with redirect_stdout(StringIO()), cuda_on_cpu():  # errors arrive as exceptions
+    with _quiet(), cuda_on_cpu():
         validate(args)
         args.padded_vocab_size = stored_args(found).padded_vocab_size
         switch = SwitchConfig.from_args(args)
@@ -76,6 +78,18 @@ def mean_loss(scores_BSV: Tensor, labels_BS: Tensor) -> float:
     return float(F.cross_entropy(scores_BSV.flatten(0, 1).float(), labels_BS.flatten()))
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Megatron's remarks off the screen; errors arrive as exceptions."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
 def _arguments(stored: Namespace, length: int) -> Namespace:
     line = with_stored_model(parse_command_line(["--switch-device", "cpu"]), stored)
     args = line.args
@@ -84,6 +98,7 @@ def _arguments(stored: Namespace, length: int) -> Namespace:
         fill_defaults(line, "cpu")
     args.micro_batch_size = 1
     args.perform_initialization = False  # every weight is read
+    args.exit_signal_handler = False  # there is nothing to save: a signal ends the process
     args.seq_length = max(args.seq_length, length)
     if args.position_embedding_type != "learned_absolute":
         args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)

@@ -94,8 +94,13 @@ def test_there_and_back_is_the_same_model(tmp_path, name):
         assert inert in key or torch.equal(after.state_dict()[key], tensor), key
     tokens = torch.randint(0, 99, (2, 20))
     more = {"decoder_input_ids": tokens[:, :7]} if before.config.is_encoder_decoder else {}
-    with torch.no_grad():  # the weights are equal; where they lie in memory decides the last bits
-        torch.testing.assert_close(after(tokens, **more).logits, before(tokens, **more).logits)
+    # Kernels may round otherwise where a weight begins within a cache line, and a file's tensors
+    # begin where they lie in it: bits are compared with both models in memory of torch's own.
+    for model in (before, after):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        assert torch.equal(after(tokens, **more).logits, before(tokens, **more).logits)
 
 
 def test_padding_is_zeros_and_is_left_out_again(llama, tmp_path):

@@ -104,7 +104,9 @@ def test_a_damaged_chunk_is_named_with_its_place(folder):
     content = bytearray(path.read_bytes())
     content[:64] = bytes(64)
     path.write_bytes(bytes(content))
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp: whole cannot be read at byte 0"):
+    with pytest.raises(
+        CheckpointError, match=r"__0_0.distcp: whole is expected at byte 0 as .* but no"
+    ):
         DistSource(folder).read("whole")
 
 

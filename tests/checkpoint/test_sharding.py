@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_switch.checkpoint.sharding import Cutting
+from megatron_switch.checkpoint.stages import Placement
 from megatron_switch.checkpoint.tensors import Box
 from megatron_switch.layout.grid import Layout
 
@@ -38,7 +39,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("prefix", ["", "optimizer.state.exp_avg."])
 def test_boxes_tile_every_tensor(layout, gated, prefix):
-    cutting = Cutting(layout, 2, gated)
+    cutting = Cutting(layout, Placement().stages(2, layout.pp), gated)
     for key, shape in SHAPES.items():
         count = torch.zeros(shape, dtype=torch.int64)
         for rank, box in cutting.boxes(prefix + key, shape):
@@ -48,9 +49,9 @@ def test_boxes_tile_every_tensor(layout, gated, prefix):
 
 
 def placed(key, layout, gated=False, shape=None):
+    cutting = Cutting(layout, Placement().stages(2, layout.pp), gated)
     return {
-        (rank, box.offsets, box.sizes)
-        for rank, box in Cutting(layout, 2, gated).boxes(key, shape or SHAPES[key])
+        (rank, box.offsets, box.sizes) for rank, box in cutting.boxes(key, shape or SHAPES[key])
     }
 
 

@@ -13,7 +13,8 @@ from megatron_switch.cli import main
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.testing.layout_cases import MEANINGS, SETTINGS, Case
-from megatron_switch.testing.layout_check import add_arguments, check_on_cpu, run
+from megatron_switch.testing.layout_check import check_on_cpu, run
+from megatron_switch.testing.layout_flags import add_arguments
 from megatron_switch.testing.layout_values import TOLERANCE
 
 PLAIN = {factor: next(iter(values)) for factor, values in {**MEANINGS, **SETTINGS}.items()}
