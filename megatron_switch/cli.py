@@ -143,18 +143,27 @@ def _experts(argv: list[str]) -> int:
 
 
 def _convert(argv: list[str]) -> int:
+    from megatron_switch.commands.checkpoint_parsers import convert_parser
+
+    convert_parser().parse_args(argv)  # help and slips are answered without Megatron
     from megatron_switch.commands.convert import run
 
     return run(argv)
 
 
 def _reshard(argv: list[str]) -> int:
+    from megatron_switch.commands.checkpoint_parsers import reshard_parser
+
+    reshard_parser().parse_args(argv)  # help and slips are answered without Megatron
     from megatron_switch.commands.reshard import run
 
     return run(argv)
 
 
 def _upcycle(argv: list[str]) -> int:
+    from megatron_switch.commands.checkpoint_parsers import upcycle_parser
+
+    upcycle_parser().parse_args(argv)  # help and slips are answered without Megatron
     from megatron_switch.commands.upcycle import run
 
     return run(argv)

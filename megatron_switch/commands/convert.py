@@ -8,7 +8,7 @@ convert verify --hf DIR --megatron DIR
 
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -18,9 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_switch.checkpoint.architectures import model_types
 from megatron_switch.checkpoint.conversion import (
-    DTYPES,
     TOKENIZER_FOLDER,
     Import,
     plan_export,
@@ -33,6 +31,7 @@ from megatron_switch.checkpoint.inspection import inspect_folder
 from megatron_switch.checkpoint.tensors import size_text
 from megatron_switch.checkpoint.tokenizer_files import tokenizer_flags, write_tokenizer
 from megatron_switch.checkpoint.verification import compare_sides
+from megatron_switch.commands.checkpoint_parsers import convert_parser
 from megatron_switch.commands.progress import bytes_progress
 from megatron_switch.data.tokenizer import build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
@@ -50,78 +49,15 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: Something cannot be converted; nothing was written.
     """
-    own = _parser().parse_args(list(argv))
-    own.function(own)
+    own = convert_parser().parse_args(list(argv))
+    actions = {
+        "hf-to-megatron": _import,
+        "megatron-to-hf": _export,
+        "inspect": _inspect,
+        "verify": _verify,
+    }
+    actions[own.action](own)
     return 0
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="megatron-switch convert",
-        description="Convert checkpoints between Hugging Face's format and Megatron's, one tensor "
-        "at a time, without building a model.",
-    )
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-
-    action = actions.add_parser("hf-to-megatron", help="write a Megatron checkpoint")
-    _folders(action)
-    _common(action)
-    action.add_argument(
-        "--vocab-multiple",
-        type=int,
-        default=8,
-        help="pad the vocabulary with rows of zeros to a multiple of this (default: %(default)s, "
-        "which every tensor-parallel size up to 8 divides)",
-    )
-    action.add_argument(
-        "--workers", type=int, default=1, help="threads; memory grows with them (default: 1)"
-    )
-    action.set_defaults(function=_import)
-
-    action = actions.add_parser("megatron-to-hf", help="write a folder in Hugging Face's format")
-    _folders(action)
-    _common(action)
-    action.add_argument("--iteration", type=int, help="default: the newest one")
-    action.add_argument(
-        "--architecture",
-        choices=("auto", *model_types()),
-        default="auto",
-        help="model type to write; auto takes a stock one that computes the same where there is "
-        "one (default)",
-    )
-    action.add_argument(
-        "--vocab-size",
-        type=int,
-        help="rows of the embedding (default: without the padding that a run added)",
-    )
-    action.add_argument("--tokenizer-model", help="where the tokenizer is now, if it was moved")
-    action.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer")
-    action.set_defaults(function=_export)
-
-    action = actions.add_parser("inspect", help="say what a folder holds")
-    action.add_argument("folder", type=Path, metavar="DIR")
-    action.set_defaults(function=_inspect)
-
-    action = actions.add_parser("verify", help="compare the two sides")
-    _folders(action)
-    action.add_argument(
-        "--tensors-only",
-        action="store_true",
-        help="compare tensors only, one at a time, without building either model",
-    )
-    action.set_defaults(function=_verify)
-    return parser
-
-
-def _folders(parser: ArgumentParser) -> None:
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--megatron", type=Path, required=True, metavar="DIR")
-
-
-def _common(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default="keep", help="type of the weights (default: keep)"
-    )
 
 
 def _import(own: Namespace) -> None:

@@ -2,11 +2,10 @@
 
 import math
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
-from pathlib import Path
 
 from megatron_switch.checkpoint.files import Asker, checkpoint_folder, find_checkpoint
 from megatron_switch.checkpoint.resharding import (
@@ -15,21 +14,15 @@ from megatron_switch.checkpoint.resharding import (
     read_state,
     write_resharding,
 )
-from megatron_switch.checkpoint.stages import PLACEMENT_FLAGS, Placement
+from megatron_switch.checkpoint.stages import Placement
 from megatron_switch.checkpoint.tensors import size_text
+from megatron_switch.commands.checkpoint_parsers import RESHARD_SIZES, reshard_parser
 from megatron_switch.commands.progress import bytes_progress
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import CheckpointError, LayoutError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.checks import check_layout
-
-_SIZES = {
-    "tensor-model-parallel-size": "tp",
-    "pipeline-model-parallel-size": "pp",
-    "expert-model-parallel-size": "ep",
-    "expert-tensor-parallel-size": "etp",
-}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -41,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: The layout is not legal for the model, or the checkpoint cannot be moved.
     """
-    own = _parser().parse_args(list(argv))
+    own = reshard_parser().parse_args(list(argv))
     found = find_checkpoint(
         checkpoint_folder(own.load),
         iteration=own.iteration,
@@ -65,48 +58,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="megatron-switch reshard",
-        description="Rewrite a checkpoint for another layout, weights and optimizer moments "
-        "together, in one process and without a model.",
-    )
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--save", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--iteration", type=int, help="default: the newest one")
-    for flag in _SIZES:
-        parser.add_argument(f"--{flag}", type=int, default=1, metavar="N", help="default: 1")
-    parser.add_argument(
-        PLACEMENT_FLAGS["first"],
-        dest="first",
-        type=int,
-        metavar="N",
-        help="layers of the first pipeline stage (default: as many as any other)",
-    )
-    parser.add_argument(
-        PLACEMENT_FLAGS["last"], dest="last", type=int, metavar="N", help="of the last one"
-    )
-    parser.add_argument(
-        PLACEMENT_FLAGS["spelled"],
-        dest="spelled",
-        metavar="Ett|ttL",
-        help="layers of every stage, in Megatron's letters",
-    )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="ranks of the next run (default: the fewest that the sizes need)",
-    )
-    parser.add_argument(
-        "--workers", type=int, default=1, help="threads; memory grows with them (default: 1)"
-    )
-    return parser
-
-
 def _layout(own: Namespace, args: Namespace, placement: Placement) -> Layout:
     """Return the new layout, checked against the model as at the start of a run."""
-    sizes = {name: getattr(own, flag.replace("-", "_")) for flag, name in _SIZES.items()}
+    sizes = {name: getattr(own, flag.replace("-", "_")) for flag, name in RESHARD_SIZES.items()}
     if sizes["ep"] > 1 and not args.num_experts:
         raise CheckpointError(
             f"The model has no experts, got --expert-model-parallel-size {sizes['ep']}. Leave the "

@@ -6,12 +6,11 @@ of the new model is reported beside the dense one's.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from megatron_switch.checkpoint.t5_names import t5_table
 from megatron_switch.checkpoint.tensors import Box, size_text
 from megatron_switch.checkpoint.tokenizer_files import tokenizer_flags
 from megatron_switch.checkpoint.upcycling import Upcycling, upcycle
+from megatron_switch.commands.checkpoint_parsers import upcycle_parser
 from megatron_switch.commands.progress import bytes_progress
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.gpt import switch_layer_pattern
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
         SwitchError: The model cannot be upcycled, and nothing was written; or it was, and its first
             loss cannot be told.
     """
-    own = _parser().parse_args(list(argv))
+    own = upcycle_parser().parse_args(list(argv))
     if own.text is not None and not own.text.is_file():
         raise DataError(f"--text {own.text} is no file. Name a text, or leave the flag out.")
     if own.num_experts < 1:
@@ -94,41 +94,6 @@ def run(argv: Sequence[str]) -> int:
             losses = first_losses(own.text, args, dense_folder=own.load, hf=own.hf, new=own.save)
         print(losses.explained(own.scale, own.num_experts))
     return 0
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="megatron-switch upcycle",
-        description="Turn a dense model into a Switch model whose experts begin as its MLPs.",
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--load", type=Path, metavar="DIR", help="a Megatron checkpoint")
-    source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face's Llama, Qwen or T5")
-    parser.add_argument("--save", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--num-experts", type=int, required=True, metavar="E")
-    parser.add_argument(
-        "--moe-layer-freq",
-        metavar="[0,1,...]",
-        help="which layers get experts, of both stacks where there are two (default: every second)",
-    )
-    parser.add_argument(
-        "--scale",
-        choices=("none", "sqrt_e"),
-        default="none",
-        help="none: plain copies. sqrt_e: two factors sqrt(E) undo the gate of a uniform router",
-    )
-    parser.add_argument(
-        "--router-scale",
-        type=float,
-        default=0.1,
-        help="--switch-init-scale of the new routers; 0 makes them zero (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="of the routers")
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="report the first loss on this text"
-    )
-    parser.add_argument("--workers", type=int, default=1, help="threads (default: 1)")
-    return parser
 
 
 def _from_megatron(own: Namespace) -> _Dense:
