@@ -101,7 +101,7 @@ def training_command(flags: dict[str, Any], folder: Path) -> str:
     command = [
         *("megatron-switch", "train", "--load", str(folder), "--use-checkpoint-args"),
         *("--save", f"{folder}-trained", "--micro-batch-size", "4", "--lr", "1e-4"),
-        *("--train-iters", "1000", "--data-path", "DATA"),
+        *("--train-iters", "1000", "--save-interval", "500", "--data-path", "DATA"),
     ]
     for name in _SHOWN:
         if flags.get(name) is not None:

@@ -8,6 +8,7 @@ It writes NAME.sbatch for SLURM and NAME.sh for nodes without. Nothing heavy is 
 at once on a login node without a GPU.
 """
 
+import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from megatron_switch.commands.words import count, split_at_dashes
 from megatron_switch.errors import ConfigError
 from megatron_switch.launch.environment import generation_of
 from megatron_switch.launch.job import Container, Job
-from megatron_switch.launch.render import render_sbatch, render_shell
+from megatron_switch.launch.render import rehearsal_flags, render_sbatch, render_shell
 from megatron_switch.layout.hardware import load_hardware, preset_names
 from megatron_switch.layout.plan_file import read_plan
 
@@ -51,6 +52,11 @@ def run(argv: Sequence[str]) -> int:
     print(f"Wrote {sbatch} and {shell}, for {job.world_size} ranks.")
     print(f"With SLURM:     sbatch {sbatch}")
     print(f"Without:        {shell}" + (" on every node, as its head says" * (job.nodes > 1)))
+    extra = rehearsal_flags(job)
+    if extra is not None:
+        rehearse = ["megatron-switch", "rehearse", "--world-size", str(job.world_size)]
+        rehearse += ["--ranks-per-node", str(job.gpus_per_node), "--rank", "0", "--", *job.flags]
+        print(f"Try it here:    {shlex.join([*rehearse, *extra.split()])}")
     return 0
 
 

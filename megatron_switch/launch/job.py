@@ -157,9 +157,23 @@ class Job:
                 "There is no --save-interval: the run saves before its time limit and at its end, "
                 "and a node that fails in between costs all of it."
             )
-        if not {"data-path", "per-split-data-args-path", "mock-data"} & set(self.values.flags):
-            found.append("There is no --data-path: add it after -- or to sbatch's own words.")
+        names = set(self.values.flags)
+        missing = [flags[0] for flags in _NEEDED if not names.intersection(flags)]
+        if missing:
+            found.append(
+                f"A training also needs {', '.join(f'--{name}' for name in missing)}: add them "
+                "after --, or to sbatch's own words."
+            )
         return found
+
+
+_NEEDED = (
+    ("train-iters", "train-samples"),
+    ("lr",),
+    ("data-path", "data-args-path", "per-split-data-args-path", "train-data-path", "mock-data"),
+    ("tokenizer-type",),
+)
+"""Flags without which no training starts, each with those that stand for it."""
 
 
 def _check_option(option: str) -> None:

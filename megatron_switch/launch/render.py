@@ -36,6 +36,7 @@ def render_sbatch(job: Job, generation: Generation, command: Sequence[str]) -> s
         domains=_domains(job),
         tests=group_tests(job.layout),
         missing=left_out(job.layout),
+        rehearsed=rehearsal_flags(job),
     )
 
 
@@ -46,7 +47,19 @@ def render_shell(job: Job, generation: Generation, command: Sequence[str]) -> st
         job=job,
         variables=environment_of(job, generation),
         command=_wrapped(command),
+        rehearsed=rehearsal_flags(job),
     )
+
+
+def rehearsal_flags(job: Job) -> str | None:
+    """Return what a rehearsal does otherwise than the launch; None where there can be none.
+
+    Packed dispatch depends on values, which a rehearsal has none of: padded dispatch stands for it.
+    """
+    if job.values.text("switch-capacity-group", "microbatch") == "ep":
+        return None
+    packed = job.values.text("switch-dispatch", "auto") == "packed"
+    return "--switch-dispatch padded" if packed else ""
 
 
 def flag_lines(job: Job) -> list[str]:

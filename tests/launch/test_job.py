@@ -80,6 +80,18 @@ def test_times_are_those_of_slurm(time):
 
 
 def test_what_is_likely_forgotten_is_said():
-    assert job("--save-interval", "100").notes == []
-    assert ["--save-interval" in note for note in job().notes] == [True]
-    assert any("--data-path" in note for note in job(flags=("--save-interval", "9")).notes)
+    whole = (
+        "--save-interval",
+        "100",
+        "--lr",
+        "1e-3",
+        "--train-samples",
+        "9",
+        "--tokenizer-type",
+        "x",
+    )
+    assert job(*whole).notes == []
+    first, second = job().notes
+    assert "There is no --save-interval" in first
+    assert "also needs --train-iters, --lr, --tokenizer-type: add them after --" in second
+    assert "--data-path" in job(flags=whole).notes[0]

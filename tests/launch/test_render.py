@@ -109,6 +109,24 @@ def test_the_planned_groups_are_measured():
     assert 'nccl_test dp "DIV 32" reduce_scatter_perf # 32 ranks' in text
 
 
+@pytest.mark.parametrize("render", [render_sbatch, render_shell])
+def test_what_cannot_be_rehearsed_is_not_tried(render):
+    def text(*flags):
+        return render(job(*flags), "hopper", COMMAND)
+
+    assert '"$@" --switch-dispatch padded \\' in text("--switch-dispatch", "packed")
+    assert "--switch-dispatch padded" not in text("--switch-dispatch", "auto")
+    group = text("--switch-capacity-group", "ep", "--switch-dispatch", "packed", *EXPERTS)
+    assert "PREFLIGHT-gpus port}" in group or "cannot be rehearsed" in group
+
+
+def test_ranks_look_at_their_binding_where_srun_binds_them():
+    assert "check-binding ||" in sbatch()
+    assert 'preflight="gpus port binding"' in sbatch()
+    for other in (sbatch(shape="torchrun"), sbatch(bind=False)):
+        assert 'preflight="gpus port"' in other
+
+
 def test_examples_exist():
     assert [path.name for path in EXAMPLES] == [
         "container.sbatch",

@@ -102,12 +102,30 @@ def test_a_time_limit_saves_and_requeues_the_run(cluster, uninterrupted, tmp_pat
     assert state == "COMPLETED", said
     assert "telling all ranks to save" in said
     assert "back into the queue" in said
-    assert "ended with exit code 0" in said
+    assert "training has ended" in said
     logs = (tmp_path / "run" / "launch").glob("*.log")
     assert any("successfully loaded checkpoint" in log.read_text() for log in logs)
     found = losses(tmp_path / "run" / "metrics.jsonl")
     assert [iteration for iteration, _ in found] == list(range(1, ITERATIONS + 1))
     assert found == uninterrupted
+
+
+def test_a_run_that_fails_goes_on_only_where_it_has_saved(cluster, tmp_path):
+    script = render(tmp_path)
+    witness = tmp_path / "python"  # instead of a training: saves in its first run, fails in both
+    tracker = tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    witness.write_text(
+        "#!/usr/bin/env bash\n"
+        f"mkdir -p {tracker.parent} && echo 7 >{tracker}\n"
+        "[[ $SLURM_PROCID != 1 ]] || exit 3\n"
+    )
+    witness.chmod(0o755)
+    job = cluster.submit(str(script), PREFLIGHT="", PYTHON=str(witness))
+    assert cluster.wait(job, seconds=150) == "FAILED"
+    said = (cluster.folder / f"switch-{job}.out").read_text()
+    assert "exit code 3; saved: iteration 7, at the start of this run: nothing" in said
+    assert said.count("back into the queue") == 1
+    assert "this run saved nothing, so that a next one would get no further" in said
 
 
 def test_nodes_with_different_gpu_counts_are_named(cluster, tmp_path):
