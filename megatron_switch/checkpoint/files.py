@@ -51,9 +51,12 @@ class Asker:
     folder_flag: str = "--load"
     iteration_flag: str = "--ckpt-step"
     can_start_anew: bool = True
+    is_own_folder: bool = False
 
     def correct(self) -> str:
         """Return the way out of a folder that holds no checkpoint."""
+        if self.is_own_folder:
+            return "Delete what is in it to start from new weights."
         if not self.can_start_anew:
             return f"Give another folder to {self.folder_flag}."
         return f"Correct {self.folder_flag}, or leave it out to start from new weights."

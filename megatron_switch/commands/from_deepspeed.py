@@ -9,6 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_switch.commands.words import count
 from megatron_switch.migration.deepspeed import Job, check_job, translate_config
 from megatron_switch.migration.moe_arguments import (
     add_moe_arguments,
@@ -31,11 +32,11 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="FILE", help="DeepSpeed's JSON file")
-    parser.add_argument("--num-nodes", type=int, metavar="N", help="nodes of the job")
-    parser.add_argument("--num-gpus", type=int, metavar="N", help="GPUs of a node")
+    parser.add_argument("--num-nodes", type=count, metavar="N", help="nodes of the job")
+    parser.add_argument("--num-gpus", type=count, metavar="N", help="GPUs of a node")
     parser.add_argument(
         "--model-parallel-size",
-        type=int,
+        type=count,
         default=1,
         metavar="N",
         help="tensor- x pipeline-parallel ranks of the job's mpu",

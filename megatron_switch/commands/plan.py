@@ -7,6 +7,7 @@ Nothing heavy is imported: it answers at once on a login node without a GPU.
 """
 
 import json
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     """
     words, pretrain = split_at_dashes(argv)
     options = _parser().parse_args(words)
+    _check_options(options)
     model = planned_model(options.model, pretrain)
     hardware = _hardware(options)
     if options.grid is not None:
@@ -149,6 +151,16 @@ def _parser() -> ArgumentParser:
         "--write-hostfile", metavar="FILE", help="write that order, for SLURM_HOSTFILE"
     )
     return parser
+
+
+def _check_options(options: Namespace) -> None:
+    if options.write_hostfile is not None and options.topology is None:
+        raise ConfigError("--write-hostfile writes the order of --topology's nodes: give both.")
+    if options.json and (options.explain is not None or options.sweep_capacity):
+        raise ConfigError("--json prints plans: leave out --explain and --sweep-capacity.")
+    step = options.measured_step
+    if step is not None and not 0 < step < math.inf:
+        raise ConfigError(f"--measured-step takes seconds above 0, got {step}.")
 
 
 def _hardware(options: Namespace) -> Hardware:

@@ -60,7 +60,12 @@ def run(argv: Sequence[str]) -> int:
 
     launch = Launch(options.world_size, options.ranks_per_node, tuple(flags))
     ranks = _ranks(options, flags)
-    reports = list(rehearse_ranks(launch, ranks, rehearse))
+    reports = []
+    for report in rehearse_ranks(launch, ranks, rehearse):
+        reports.append(report)
+        if len(ranks) > 1:
+            done = f"{len(reports)} of {len(ranks)}"
+            print(f"rank {report.rank} is rehearsed ({done})", file=sys.stderr, flush=True)
     if options.json:
         values = as_json(
             reports,

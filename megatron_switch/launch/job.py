@@ -4,7 +4,6 @@ A :class:`Job` is always one that can be written out: its flags form a legal lay
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -23,6 +22,7 @@ Shape = Literal["srun", "torchrun"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_MOST_SAVE_SECONDS = 65_535
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,42 @@ class Job:
                 f"--time takes minutes, hours:minutes:seconds or days-hours:minutes:seconds, got "
                 f"'{self.time_limit}'."
             )
+        self._check_texts()
+        self._check_times()
         for option in self.sbatch:
             _check_option(option)
-        _check_mounts(self.container)
+        _check_container(self.container, self.run_dir)
         given = {"switch-run-dir": "--run-dir", "switch-device": "sbatch's own words"}
         for flag in given.keys() & flags_of_words(self.flags).keys():
             raise ConfigError(
                 f"The scripts set --{flag} themselves: leave it out and use {given[flag]}."
             )
         _ = self.layout  # refuses here what could not run
+
+    def _check_texts(self) -> None:
+        box = self.container
+        texts = [self.hardware.gpu, self.run_dir, self.hostfile, *self.flags, *self.sbatch]
+        texts += [] if box is None else [box.image, box.workdir, *box.mounts]
+        for text in texts:
+            if not text.isprintable():
+                raise ConfigError(
+                    f"A script can hold printable characters only, and {text!r} has others. Leave "
+                    "them out, or put the value into a file."
+                )
+        if not self.run_dir or "%" in self.run_dir:
+            raise ConfigError(
+                "--run-dir names the run's folder, without % (which SLURM expands in names of "
+                f"logs), got '{self.run_dir}'."
+            )
+
+    def _check_times(self) -> None:
+        limit = seconds_of(self.time_limit)
+        if self.save_seconds > _MOST_SAVE_SECONDS or 0 < limit <= self.save_seconds:
+            raise ConfigError(
+                f"A run is told to save before its time limit, and SLURM counts that in up to "
+                f"{_MOST_SAVE_SECONDS} seconds, got --save-seconds {self.save_seconds} with --time "
+                f"{self.time_limit}. Lower --save-seconds."
+            )
 
     @cached_property
     def values(self) -> FlagValues:
@@ -177,7 +204,7 @@ _NEEDED = (
 
 
 def _check_option(option: str) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9-]*(=\S.*)?", option):
+    if not re.fullmatch(r"[a-z][a-z0-9-]*(=\S+)?", option):
         raise ConfigError(
             f"--sbatch takes an option of sbatch without its dashes, such as account=NAME, got "
             f"'{option}'."
@@ -193,6 +220,14 @@ _OURS = {
     "job-name": "use --name",
     "nodes": "use --nodes",
     "ntasks-per-node": "it follows from --shape and --gpus-per-node",
+    **dict.fromkeys(
+        ("gpus", "gpus-per-node", "gpus-per-task"), "it asks for --gres, see --gpus-per-node"
+    ),
+    "array": "one run folder is for one job; render one script a run",
+    "requeue": "the job is put back into the queue where it has saved",
+    "no-requeue": "the job is put back into the queue where it has saved; MAX_RESTARTS=0 bounds it",
+    "open-mode": "logs of a restarted job are continued",
+    "exclusive": "nodes are its own",
     "ntasks": "it follows from --shape and --gpus-per-node",
     "gres": "use --gpus-per-node",
     "time": "use --time",
@@ -203,11 +238,32 @@ _OURS = {
 }
 
 
-def _check_mounts(container: Container | None) -> None:
-    mounts: Sequence[str] = () if container is None else container.mounts
-    for mount in mounts:
+def seconds_of(time_limit: str) -> int:
+    """Return a time limit of SLURM's in seconds; 0 is none."""
+    days, _, rest = time_limit.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")]
+    if days:  # hours come first then, and minutes otherwise
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _check_container(container: Container | None, run_dir: str) -> None:
+    if container is None:
+        return
+    for mount in container.mounts:
         if not re.fullmatch(r"[^:,\"$`\\]+:[^,\"$`\\]+", mount):
             raise ConfigError(
                 f"--container-mount takes one SOURCE:DESTINATION, got '{mount}'. Repeat the flag "
                 "for more."
             )
+    shared = [s for s, _, d in (mount.partition(":") for mount in container.mounts) if s == d]
+    if not any(run_dir == folder or run_dir.startswith(f"{folder}/") for folder in shared):
+        raise ConfigError(
+            f"The run's folder is written from inside the container and from outside, by one name, "
+            f"and --run-dir {run_dir} is in no mount. Give an absolute --run-dir, and a "
+            "--container-mount FOLDER:FOLDER that holds it."
+        )

@@ -128,6 +128,7 @@ def hardware_as_json(hardware: Hardware) -> dict[str, object]:
     return values
 
 
+_MOST_GPUS = 1024
 _COUNTS = ("gpus_per_node", "nodes_per_leaf", "numa_nodes")
 _AMOUNTS = ("memory_gb", "peak_tflops", "hbm_gb_s", "host_link_gb_s", "host_memory_gb")
 
@@ -135,6 +136,8 @@ _AMOUNTS = ("memory_gb", "peak_tflops", "hbm_gb_s", "host_link_gb_s", "host_memo
 def _from_file(file: JsonFile, name: str) -> Hardware:
     file.only([field.name for field in fields(Hardware) if field.name != "name"])
     counts = {key: file.get(key, int, least=1) for key in _COUNTS}
+    if counts["gpus_per_node"] > _MOST_GPUS:
+        raise file.refuse("gpus_per_node", f"is at most {_MOST_GPUS}, the GPUs of a fast link.")
     amounts: dict[str, Any] = {key: _positive(file, key) for key in _AMOUNTS}
     efficiency = _positive(file, "gemm_efficiency")
     if efficiency > 1:

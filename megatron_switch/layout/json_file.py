@@ -6,6 +6,7 @@ misspelt key would otherwise mean its default.
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -53,12 +54,16 @@ class JsonFile:
                 f"The {what} {path} is not JSON: line {error.lineno}, column {error.colno}: "
                 f"{error.msg}."
             ) from error
+        except RecursionError as error:
+            raise ConfigError(f"The {what} {path} is nested too deeply to be one.") from error
         except _RepeatedKeyError as error:
             lines = [text[: m.start()].count("\n") + 1 for m in _key(error.key).finditer(text)]
             raise ConfigError(
                 f"The {what} {path} names a key twice: '{error.key}', lines "
-                f"{' and '.join(map(str, lines))}. Remove one."
+                f"{' and '.join(map(str, sorted(set(lines))))}. Remove one."
             ) from error
+        except ValueError as error:  # a whole number of thousands of digits
+            raise ConfigError(f"The {what} {path} holds a number that is none: {error}.") from error
         if not isinstance(values, dict):
             raise ConfigError(
                 f"The {what} {path} must hold an object, line 1 begins another value."
@@ -114,6 +119,8 @@ class JsonFile:
         fits = type(value) is kind or (kind is float and type(value) is int)
         if not fits:
             raise self.refuse(key, f"expected {_KINDS[kind]}, found {json.dumps(value)}.")
+        if kind is float and not math.isfinite(value):
+            raise self.refuse(key, f"must be a finite number, found {value}.")
         if least is not None and value < least:
             raise self.refuse(key, f"must be at least {least:g}, found {value:g}.")
         return float(value) if kind is float else value

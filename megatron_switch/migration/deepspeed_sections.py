@@ -60,6 +60,8 @@ def _read_scheduler(file: JsonFile, found: Translation) -> None:
         if key in pairs:
             number = _number(parameters, key)
             if number is not None:
+                if number < 0:
+                    raise parameters.refuse(key, f"must be at least 0, found {number:g}.")
                 found.set(pairs[key], int(number) if "steps" in key else number)
         else:
             found.note(f"scheduler.params.{key}", "Has no equal.")

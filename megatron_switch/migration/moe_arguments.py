@@ -6,7 +6,8 @@ use for them are taken too. DeepSpeed's defaults are written out, because they a
 capacity factor 1.0 in training and evaluation, rounded up, counted over the tokens of one rank.
 """
 
-from argparse import ArgumentParser, Namespace
+import math
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 
 from megatron_switch.errors import ConfigError
@@ -19,11 +20,11 @@ _SWITCH_ON = ("true", "yes", "1", "on")
 def add_moe_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of DeepSpeed's layer to a parser."""
     group = parser.add_argument_group("arguments of deepspeed.moe.layer.MoE")
-    group.add_argument("--num-experts", type=int, metavar="N")
-    group.add_argument("--ep-size", "--expert-parallel-size", type=int, metavar="N")
-    group.add_argument("--k", "--topk", type=int, default=1, metavar="N")
-    group.add_argument("--capacity-factor", type=float, default=1.0, metavar="X")
-    group.add_argument("--eval-capacity-factor", type=float, default=1.0, metavar="X")
+    group.add_argument("--num-experts", type=_count, metavar="N")
+    group.add_argument("--ep-size", "--expert-parallel-size", type=_count, metavar="N")
+    group.add_argument("--k", "--topk", type=_count, default=1, metavar="N")
+    group.add_argument("--capacity-factor", type=_finite, default=1.0, metavar="X")
+    group.add_argument("--eval-capacity-factor", type=_finite, default=1.0, metavar="X")
     group.add_argument("--min-capacity", type=int, default=4, metavar="N")
     group.add_argument("--noisy-gate-policy", metavar="NAME", help="Jitter, RSample or None")
     group.add_argument("--drop-tokens", type=_switch, default=True, metavar="BOOL")
@@ -33,8 +34,23 @@ def add_moe_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--enable-expert-tensor-parallelism", type=_switch, default=False, metavar="BOOL"
     )
-    group.add_argument("--moe-loss-coeff", type=float, metavar="X", help="of l_aux, in your loss")
-    group.add_argument("--expert-interval", type=int, metavar="N", help="every Nth layer is sparse")
+    group.add_argument("--moe-loss-coeff", type=_finite, metavar="X", help="of l_aux, in your loss")
+    group.add_argument(
+        "--expert-interval", type=_count, metavar="N", help="every Nth layer is sparse"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"takes a whole number above 0, got '{text}'")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)  # argparse says what is no number
+    if not math.isfinite(number):
+        raise ArgumentTypeError(f"takes a finite number, got '{text}'")
+    return number
 
 
 def with_hyphens(words: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from megatron.training import get_tokenizer
 
 from megatron_switch.checkpoint.agreement import check_resume
 from megatron_switch.checkpoint.contents import read_common_state
-from megatron_switch.checkpoint.files import find_checkpoint, has_checkpoint, write_tracker
+from megatron_switch.checkpoint.files import Asker, find_checkpoint, has_checkpoint, write_tracker
 from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.recipes import RECIPES
@@ -73,7 +73,8 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
     if args.load == args.save and not has_checkpoint(Path(args.load)):
         args.load = None
         return (f"{args.save} holds no checkpoint yet: training starts from new weights.",)
-    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step)
+    asker = Asker(is_own_folder=args.load == args.save)
+    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, asker=asker)
     state = read_common_state(found.folder)
     args.padded_vocab_size = padded_vocab_size(
         get_tokenizer().vocab_size,

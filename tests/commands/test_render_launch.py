@@ -67,6 +67,20 @@ def test_what_cannot_be_launched_is_refused(tmp_path, words, flags, message):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("nodes", ["0", "many", "99999999999"])
+def test_numbers_that_no_cluster_has_are_refused(tmp_path, capsys, nodes):
+    with pytest.raises(SystemExit, match="2"):
+        render(tmp_path, "--nodes", nodes)
+    assert f"takes a whole number from 1 to 1048576, got '{nodes}'" in capsys.readouterr().err
+
+
+def test_the_rehearsal_that_is_named_is_of_the_same_flags(tmp_path, capsys):
+    render(tmp_path, flags=[*FLAGS, "--switch-dispatch", "packed"])
+    said = capsys.readouterr().out
+    assert "rehearse --world-size 8 --ranks-per-node 8 --rank 0 -- --num-experts 16" in said
+    assert said.rstrip().endswith("--switch-dispatch packed --switch-dispatch padded")
+
+
 def test_scripts_are_not_replaced_unless_told(tmp_path):
     render(tmp_path)
     before = (tmp_path / "switch.sbatch").read_text()

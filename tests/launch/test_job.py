@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_switch.errors import ConfigError, LayoutError
-from megatron_switch.launch.job import Container, Job
+from megatron_switch.launch.job import Container, Job, seconds_of
 from megatron_switch.layout.hardware import load_hardware
 
 MODEL = ("--num-experts", "64", "--num-attention-heads", "8", "--data-path", "corpus")
@@ -60,6 +60,19 @@ def test_a_layout_that_cannot_be_is_refused(flags, message):
         ({"name": "a b"}, r"--name takes letters, digits .* got 'a b'"),
         ({"time_limit": "soon"}, r"--time takes minutes, .* got 'soon'"),
         ({"sbatch": ("--account=me",)}, r"--sbatch takes an option of sbatch without its dashes"),
+        (
+            {"container": Container("i", ("/a:/b",)), "run_dir": "/a/r"},
+            r"--run-dir /a/r is in no mount\. Give an absolute",
+        ),
+        ({"container": Container("i"), "run_dir": "r"}, r"--run-dir r is in no mount"),
+        ({"flags": (*MODEL, "--wandb-exp-name", "x\ntouch y")}, r"'x\\ntouch y' has others"),
+        ({"run_dir": "r\nx"}, r"printable characters only"),
+        ({"run_dir": ""}, r"--run-dir names the run's folder"),
+        ({"run_dir": "r%j"}, r"without % .* got 'r%j'"),
+        ({"save_seconds": 70_000}, r"--save-seconds 70000 with --time"),
+        ({"time_limit": "4", "save_seconds": 300}, r"--save-seconds 300 with --time 4\. Lower"),
+        ({"sbatch": ("array=0-3",)}, r"--sbatch array=0-3 says again .* one run folder"),
+        ({"sbatch": ("account=a # b",)}, r"--sbatch takes an option of sbatch"),
         ({"sbatch": ("nodes=3",)}, r"--sbatch nodes=3 says again .* use --nodes"),
         (
             {"container": Container("i", ("/data",))},
@@ -77,6 +90,19 @@ def test_what_cannot_stand_in_a_script_is_refused(changes, message):
 @pytest.mark.parametrize("time", ["90", "90:00", "12:00:00", "2-0", "2-12:30:00"])
 def test_times_are_those_of_slurm(time):
     assert job(time_limit=time).time_limit == time
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("0", 0), ("90", 5400), ("1:30", 90), ("2:00:01", 7201), ("1-2", 93600), ("1-2:03", 93780)],
+)
+def test_times_in_seconds(time, seconds):
+    assert seconds_of(time) == seconds
+
+
+def test_a_run_folder_in_a_shared_mount_is_accepted():
+    box = Container("image", ("/data:/data", "/runs:/runs"))
+    assert job(container=box, run_dir="/runs/one").container == box
 
 
 def test_what_is_likely_forgotten_is_said():

@@ -42,7 +42,7 @@ def flags_in_bash(text: str) -> list[str]:
     "more",
     [
         {},
-        {"container": Container("image", ("/a:/b",), "/b")},
+        {"container": Container("image", ("/a:/a",), "/b"), "run_dir": "/a/run"},
         {"hostfile": "hosts.txt", "bind": False},
     ],
     ids=str,
@@ -96,8 +96,9 @@ def test_an_expert_group_over_nodes_gets_a_hint_for_blocks():
 
 
 def test_a_container_runs_every_step():
-    text = sbatch(container=Container("nvcr.io#nvidia/pytorch:25.10-py3", ("/a:/b", "/c:/d"), "/b"))
-    for part in ("pytorch:25.10-py3'", "--container-mounts=/a:/b,/c:/d", "--container-workdir=/b"):
+    box = Container("nvcr.io#nvidia/pytorch:25.10-py3", ("/a:/b", "/c:/c"), "/b")
+    text = sbatch(container=box, run_dir="/c/run")
+    for part in ("pytorch:25.10-py3'", "--container-mounts=/a:/b,/c:/c", "--container-workdir=/b"):
         assert part in text
     assert re.search(r"--container-env=NODES,GPUS,.*NCCL_NVLS_ENABLE", text)
     assert sbatch().count("CONTAINER=()") == 1

@@ -60,6 +60,13 @@ def test_another_number_of_gpus_is_named(script):
     assert "this node has 1 GPUs, and the job counts on 2. Render again" in done.stderr
 
 
+def test_a_program_that_fails_is_named(script):
+    (script.parent / "nvidia-smi").write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
+    done = start(script, PREFLIGHT="gpus")
+    assert done.returncode == 1
+    assert "nvidia-smi --list-gpus failed: no driver" in done.stderr
+
+
 def test_a_port_in_use_is_named(script):
     with socket.create_server(("127.0.0.1", 0)) as server:
         done = start(script, PREFLIGHT="port", MASTER_PORT=str(server.getsockname()[1]))

@@ -22,11 +22,13 @@ def test_scripts_of_the_checkout(script):
 
 @pytest.mark.parametrize("render", [render_sbatch, render_shell])
 @pytest.mark.parametrize("shape", ["srun", "torchrun"])
-@pytest.mark.parametrize("container", [None, Container("image", ("/a:/b", "/c:/d"), "/b")])
+@pytest.mark.parametrize("container", [None, Container("image", ("/a:/b", "/c:/c"), "/b")])
 @pytest.mark.parametrize("hostfile", ["", "hosts of mine.txt"])
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_rendered_scripts(render, shape, container, hostfile, nodes):
-    launch = job(shape=shape, container=container, hostfile=hostfile, nodes=nodes)
+    launch = job(
+        shape=shape, container=container, hostfile=hostfile, nodes=nodes, run_dir="/c/my run"
+    )
     check(render(launch, "hopper", ("megatron-switch", "render-launch")))
 
 
