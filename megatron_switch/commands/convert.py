@@ -75,6 +75,11 @@ def _import(own: Namespace) -> None:
         f"{own.megatron}: {plan.model.model_type}, {rows} tensors, "
         f"{size_text(plan.nbytes)}, {padding} vocabulary rows of padding."
     )
+    if flags["tokenizer-type"] == "NullTokenizer":
+        print(
+            f"{own.hf} has no tokenizer, so tokens are numbers. For texts add --tokenizer-type and "
+            "--tokenizer-model below."
+        )
     print(f"Train on from it:\n{training_command(flags, own.megatron)}")
 
 
