@@ -11,6 +11,7 @@ Ranks compare their parts where they are, and send what they found to rank 0, ne
 import logging
 import os
 import pickle
+import signal
 import tempfile
 import warnings
 from argparse import Namespace
@@ -42,6 +43,7 @@ _PATIENCE = timedelta(minutes=30)
 """The same on GPUs, where all but one wait for the references first."""
 
 Device = Literal["cuda", "cpu"]
+_SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 References = Mapping[str, WholeValues]
 """By the meaning of a case."""
 
@@ -120,7 +122,8 @@ def check_on_cpu(
 def _on_ranks(target: Callable[[], Any], num_ranks: int, folder: Path) -> Any:
     """Call ``target`` on fresh ranks and return what rank 0 returns; None if a rank fails.
 
-    Ranks are new for every case because gloo's threads outlive groups that are destroyed.
+    Ranks are new for every case because gloo's threads outlive groups that are destroyed. A signal
+    that ends them ends the whole check.
     """
     path = folder / "answer"
 
@@ -132,7 +135,10 @@ def _on_ranks(target: Callable[[], Any], num_ranks: int, folder: Path) -> Any:
                 path.write_bytes(pickle.dumps(answer))
             dist.destroy_process_group()
 
-    if launch(num_ranks, on_rank) != 0:
+    code = launch(num_ranks, on_rank)
+    if code in _SIGNALLED:
+        raise SystemExit(code)
+    if code != 0:
         return None
     return pickle.loads(path.read_bytes())
 

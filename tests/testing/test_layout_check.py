@@ -12,6 +12,7 @@ import torch
 from megatron_switch.cli import main
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
+from megatron_switch.testing import layout_check
 from megatron_switch.testing.layout_cases import MEANINGS, SETTINGS, Case
 from megatron_switch.testing.layout_check import check_on_cpu, run
 from megatron_switch.testing.layout_flags import add_arguments
@@ -78,6 +79,14 @@ def test_a_case_that_fails_takes_nothing_with_it(capfd):
     assert "a rank failed" in failed.error
     assert "this rank is broken" in capfd.readouterr().err
     assert passed.equal
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_signal_ends_the_check_and_not_one_case(monkeypatch, code):
+    monkeypatch.setattr(layout_check, "import_megatron", lambda: None)
+    monkeypatch.setattr(layout_check, "launch", lambda num_ranks, target: code)
+    with pytest.raises(SystemExit, match=str(code)):
+        check_on_cpu([EXPERTS_APART], lambda result: None)
 
 
 @pytest.mark.slow
