@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     sbatch, shell = map(str, texts)
     print(f"Wrote {sbatch} and {shell}, for {job.world_size} ranks.")
     print(f"With SLURM:     sbatch {sbatch}")
-    print(f"Without:        {shell}" + (" on every node, as its head says" * (job.nodes > 1)))
+    print(f"Without:        bash {shell}" + (" on every node, as its head says" * (job.nodes > 1)))
     extra = rehearsal_flags(job)
     if extra is not None:
         rehearse = ["megatron-switch", "rehearse", "--world-size", str(job.world_size)]

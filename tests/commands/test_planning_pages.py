@@ -10,7 +10,7 @@ from megatron_switch.cli import COMMANDS, main
 from megatron_switch.training.arguments import parse_command_line
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-SHOWN = re.compile(r"```text\n\$ megatron-switch (plan .*)\n((?:.*\n)*?)```")
+SHOWN = re.compile(r"```text\n\$ megatron-switch ((?:plan|render-launch) .*)\n((?:.*\n)*?)```")
 EXAMPLES = SHOWN.findall((DOCS / "scaling.md").read_text(encoding="utf-8"))
 PAGES = ("scaling.md", "troubleshooting.md", "tutorial_map.md")
 FOREIGN = {
@@ -22,7 +22,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize(("command", "expected"), EXAMPLES, ids=[words for words, _ in EXAMPLES])
-def test_a_shown_plan_is_the_printed_one(capsys, command, expected):
+def test_what_is_shown_is_what_is_printed(capsys, monkeypatch, tmp_path, command, expected):
+    monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)) == 0
     printed = capsys.readouterr().out
     assert [line.rstrip() for line in printed.strip().splitlines()] == expected.strip().splitlines()
@@ -30,7 +31,7 @@ def test_a_shown_plan_is_the_printed_one(capsys, command, expected):
 
 def test_there_are_examples_of_each_kind():
     text = " ".join(command for command, _ in EXAMPLES)
-    for option in ("--explain", "--grid", "--sweep-capacity", " -- "):
+    for option in ("render-launch", "--explain", "--grid", "--sweep-capacity", " -- "):
         assert option in text
 
 
