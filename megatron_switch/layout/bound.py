@@ -42,6 +42,16 @@ class Bound:
             offload: Whether the optimizer may be on the host.
         """
         self._shard, self._offload = shard, offload
+        # Read for each of thousands of choices.
+        self._width = training.width
+        self._gradient_width = 4 if training.fp32_gradients else training.width
+        self._key_values = key_value_width(model)
+        self._sparse = len(model.sparse_layers)
+        self._pairs = 2 * model.num_layers - self._sparse
+        if isinstance(model, T5Shape):
+            encoder = len(model.encoder_sparse_layers)
+            self._sparse += encoder
+            self._pairs += 2 * model.encoder_layers - encoder + model.num_layers
         self._model, self._training, self._hardware = model, training, hardware
         self._ranks = world_size
         self._parameters = total_parameters(model)
@@ -56,10 +66,15 @@ class Bound:
         if model.num_experts:
             halves, size = (3 if model.gated else 2), model.hidden_size
             width = model.moe_ffn_hidden_size or model.ffn_hidden_size
-            sparse = len(model.sparse_layers)
-            if isinstance(model, T5Shape):
-                sparse += len(model.encoder_sparse_layers)
-            flops -= 6 * sparse * halves * size * width * training.seq_length * (1.0 - self._routed)
+            flops -= (
+                6
+                * self._sparse
+                * halves
+                * size
+                * width
+                * training.seq_length
+                * (1.0 - self._routed)
+            )
         self._arithmetic = flops * training.global_batch_size / world_size / hardware.flops
 
     def kept_tokens_per_second(self, seconds: float) -> float:
@@ -67,10 +82,17 @@ class Bound:
         tokens = self._training.global_batch_size * self._training.seq_length
         return tokens / seconds / self._ranks * self._kept
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(
+        self, choice: Choice, *, chunks: int | None = None, micro_batches: int | None = None
+    ) -> float:
         """Return the least step time of any way to train with these sizes; infinite if none fits.
 
         Where state fits only with the optimizer on the host, what that costs is in it.
+
+        Args:
+            choice: Parallel sizes.
+            chunks: Virtual stages of each rank; None for as many as there can be.
+            micro_batches: Of a step on a rank; None for as many as there can be.
         """
         states = self.least_states(choice)
         budget = self._hardware.budget
@@ -78,11 +100,11 @@ class Bound:
             return math.inf
         hardware, ranks = self._hardware, self._ranks
         dense_copies = ranks // (choice.tp * choice.pp)
-        micro_batches = self._training.global_batch_size // (dense_copies // choice.cp)
-        chunks = self._model.num_layers // choice.pp
-        bubble = (choice.pp - 1) / (chunks * micro_batches)
-        busy = self._arithmetic + self._tensor_seconds(choice, micro_batches)
-        busy += self._context_seconds(choice, micro_batches)
+        sequences = self._training.global_batch_size // (dense_copies // choice.cp)
+        finest = (chunks or self._model.num_layers // choice.pp) * (micro_batches or sequences)
+        bubble = (choice.pp - 1) / finest
+        busy = self._arithmetic + self._tensor_seconds(choice, sequences)
+        busy += self._context_seconds(choice, sequences)
         if self._model.num_experts:
             busy += self._exchange_seconds(choice)
         expert = self._parameters.expert / (choice.ep * choice.etp * choice.pp)
@@ -93,7 +115,7 @@ class Bound:
         owned = dense / dense_copies + expert / expert_copies
         on_host = all(size > budget for name, size in states.items() if name != "host")
         if on_host:
-            end += (34 + self._training.width) * owned / (hardware.host_link_gb_s * 1e9)
+            end += (34 + self._width) * owned / (hardware.host_link_gb_s * 1e9)
         else:
             end += 30 * owned / (hardware.hbm_gb_s * 1e9)
         return (busy * (1 + bubble) + end) * hardware.step_factor
@@ -108,9 +130,8 @@ class Bound:
         dense = self._dense_on_a_rank(choice)
         copies = self._ranks // (choice.ep * choice.etp * choice.pp)
         dense_copies = self._ranks // (choice.tp * choice.pp)
-        width = self._training.width
-        kept = width + (4 if self._training.fp32_gradients else width)
-        optimizer = 12.0 if width == 2 else 8.0
+        kept = self._width + self._gradient_width
+        optimizer = 12.0 if self._width == 2 else 8.0
         cut = expert / copies + dense / dense_copies
         states = {"distributed": kept * (expert + dense) + optimizer * cut}
         if self._shard:
@@ -123,27 +144,21 @@ class Bound:
         """Return the dense parameters of a rank, at least: without a vocabulary on every stage."""
         return self._blocks / (choice.tp * choice.pp)
 
-    def _tensor_seconds(self, choice: Choice, micro_batches: int) -> float:
+    def _tensor_seconds(self, choice: Choice, sequences: int) -> float:
         if choice.tp == 1:
             return 0.0
-        model, training = self._model, self._training
-        pairs = 2 * model.num_layers - len(model.sparse_layers)
-        if isinstance(model, T5Shape):
-            pairs += 2 * model.encoder_layers - len(model.encoder_sparse_layers)
-            pairs += model.num_layers
-        tokens = micro_batches * training.seq_length / choice.cp
-        sent = 5 * pairs / choice.pp * tokens * model.hidden_size * training.width
+        tokens = sequences * self._training.seq_length / choice.cp
+        sent = 5 * self._pairs / choice.pp * tokens * self._model.hidden_size * self._width
         return self._ring(sent * (choice.tp - 1) / choice.tp, choice.tp, 1)
 
-    def _context_seconds(self, choice: Choice, micro_batches: int) -> float:
+    def _context_seconds(self, choice: Choice, sequences: int) -> float:
         if choice.cp == 1:
             return 0.0
-        model, training = self._model, self._training
-        tokens = micro_batches * training.seq_length / choice.cp
-        one = tokens * key_value_width(model) * training.width / choice.tp
+        tokens = sequences * self._training.seq_length / choice.cp
+        one = tokens * self._key_values * self._width / choice.tp
         inside = choice.tp * choice.cp <= self._hardware.gpus_per_node
         link = self._hardware.node if inside else self._hardware.network
-        sent = 3 * (choice.cp - 1) * model.num_layers / choice.pp * one
+        sent = 3 * (choice.cp - 1) * self._model.num_layers / choice.pp * one
         return sent / (link.alltoall_gb_s * 1e9)
 
     def _exchange_seconds(self, choice: Choice) -> float:
@@ -151,11 +166,8 @@ class Bound:
         if members == 1:
             return 0.0
         model, training = self._model, self._training
-        sparse = len(model.sparse_layers)
-        if isinstance(model, T5Shape):
-            sparse += len(model.encoder_sparse_layers)
         tokens = training.global_batch_size * training.seq_length / self._ranks * choice.pp
-        payload = tokens * choice.etp * self._routed * model.hidden_size * training.width
+        payload = tokens * choice.etp * self._routed * model.hidden_size * self._width
         local = min(members, self._hardware.gpus_per_node)
         across = payload * (members - local) / members
         inside = payload * (local - 1) / members
@@ -163,15 +175,14 @@ class Bound:
             across / (self._hardware.network.alltoall_gb_s * 1e9),
             inside / (self._hardware.node.alltoall_gb_s * 1e9),
         )
-        return 4 * sparse / choice.pp * seconds
+        return 4 * self._sparse / choice.pp * seconds
 
     def _gradient_seconds(
         self, parameters: float, copies: int, stride: int, choice: Choice
     ) -> float:
         if copies == 1:
             return 0.0
-        gradient = 4 if self._training.fp32_gradients else self._training.width
-        sent = parameters * (gradient + self._training.width) * (copies - 1) / copies
+        sent = parameters * (self._gradient_width + self._width) * (copies - 1) / copies
         return self._ring(sent, copies, stride)
 
     def _ring(self, sent: float, members: int, stride: int) -> float:

@@ -64,7 +64,7 @@ def find_plans(request: Request, *, count: int = 5) -> Plans:
             break
         worked_out += 1
         least = best[-1].kept_tokens_per_second if len(best) == count else 0.0
-        found = best_of_choice(request, choice, least=least)
+        found = best_of_choice(request, choice, least=least, bound=bound)
         if found is not None:
             best = sorted([*best, found], key=lambda plan: -plan.kept_tokens_per_second)[:count]
     if not best:

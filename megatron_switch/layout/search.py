@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron_switch.layout.activations import layers_of_stage, telling_stages
+from megatron_switch.layout.bound import Bound
 from megatron_switch.layout.enumerate_sizes import Choice, Limits, legal_choices
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.hardware import Hardware
@@ -110,13 +111,16 @@ class Plan:
         return self.timing.tokens_per_second * (1.0 - self.dropped)
 
 
-def best_of_choice(request: Request, choice: Choice, *, least: float = 0.0) -> Plan | None:
+def best_of_choice(
+    request: Request, choice: Choice, *, least: float = 0.0, bound: Bound | None = None
+) -> Plan | None:
     """Return the fastest way to train with these sizes that fits, None where none does.
 
     Args:
         request: Model, cluster, batch.
         choice: Parallel sizes.
         least: Kept tokens a second below which a way is not worth working out.
+        bound: Of this request; tells of most ways that they are not, for less.
     """
     model, hardware = request.model, request.hardware
     best: Plan | None = None
@@ -127,10 +131,15 @@ def best_of_choice(request: Request, choice: Choice, *, least: float = 0.0) -> P
         # A larger micro-batch needs more, and so do several chunks a stage instead of one.
         if any(micro >= too_large.get((vp, dispatch), micro + 1) for vp in (1, chunks)):
             continue
+        floor = least if best is None else best.kept_tokens_per_second
+        if bound is not None:
+            count = training.micro_batches(layout)
+            seconds = bound.seconds(choice, chunks=chunks, micro_batches=count)
+            if bound.kept_tokens_per_second(seconds) <= floor:
+                continue
         if chunks not in ladders:
             ladders[chunks] = _ladders_with_room(request, layout, training)
         dropped = dropped_share(model, layout, training)
-        floor = least if best is None else best.kept_tokens_per_second
         # Without a saving a layout is fastest; where that has no room, one of the others is.
         first = [ladder[0] for ladder in ladders[chunks]]
         first = first[:1] if LADDERS[0][0] in first else first
