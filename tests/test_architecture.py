@@ -265,6 +265,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_plain_value_rooms_need_no_torch():
     names = [m for m in MODULES if m.removeprefix(PACKAGE).lstrip(".").split(".")[0] in NO_TORCH]
     assert f"{PACKAGE}.config" in names

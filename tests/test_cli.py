@@ -102,6 +102,7 @@ def test_libraries_do_not_tell_what_is_not_installed(monkeypatch):
     assert [str(each.message) for each in heard] == ["something else"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["--num-layers", "3", "-h"]])
 def test_train_helps_with_the_flags_that_are_ours(capsys, words):
     assert main(["train", *words]) == 0

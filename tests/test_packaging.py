@@ -113,6 +113,7 @@ def test_the_changelog_begins_with_this_version():
     assert newest.group(1) == megatron_switch.__version__
 
 
+@pytest.mark.slow
 def test_a_source_archive_builds_the_same_wheel(source, wheel, tmp_path):
     archive = build("sdist", source, tmp_path / "sdist")
     with tarfile.open(archive) as tar:

@@ -135,6 +135,7 @@ def test_workers_write_the_same_tensors(switch, tmp_path):
     assert len(list((tmp_path / "three" / "release").glob("*_[0-9].distcp"))) == 3
 
 
+@pytest.mark.slow
 def test_files_of_older_libraries_are_read(switch, tmp_path):
     """Weights that torch saved, the embedding under all its names, no step of sparse layers."""
     expected = load_tensors(find_checkpoint(imported(switch, tmp_path / "new")).folder)
@@ -189,6 +190,7 @@ def test_gated_experts_are_read_and_written_by_the_released_names(switch, tmp_pa
     assert all(torch.equal(back[key], tensors[key]) for key in tensors)
 
 
+@pytest.mark.slow
 def test_a_switch_gpt_has_a_layout_of_its_own(tmp_path):
     """Biases, LayerNorm and learned positions, which no stock architecture with experts has."""
     flags = {
@@ -324,12 +326,14 @@ def test_a_changed_weight_is_found_by_comparing(llama, tmp_path):
         compare_sides(llama, found)
 
 
+@pytest.mark.slow
 def test_comparing_after_rounding(llama, tmp_path):
     megatron = imported(llama, tmp_path / "megatron", dtype="bf16")
     result = compare_sides(llama, find_checkpoint(megatron))
     assert result.rounded == result.rows
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_conversion_that_failed(switch, tmp_path):
     shutil.copytree(switch, tmp_path / "good")
     rewrite(switch, lambda tensors: tensors[ROUTER].fill_(float("nan")))

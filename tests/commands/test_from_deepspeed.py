@@ -3,6 +3,8 @@
 import json
 import shlex
 
+import pytest
+
 from megatron_switch.cli import main
 from megatron_switch.training.arguments import parse_command_line
 
@@ -40,6 +42,7 @@ def run(capsys, tmp_path, config, words):
     return code, capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_launch_line_is_accepted_by_training(capsys, tmp_path):
     code, printed = run(capsys, tmp_path, CONFIG, JOB)
     assert code == 0

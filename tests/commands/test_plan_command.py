@@ -48,6 +48,7 @@ def test_json_is_a_plan_file(capsys, tmp_path):
     assert job.flags[:2] == ("--switch-model", "gpt-1.6t-128")
 
 
+@pytest.mark.slow
 def test_planned_flags_pass_the_products_own_checks(capsys, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     path.write_text(plan(capsys, f"{PLAN} --json --count 3"))

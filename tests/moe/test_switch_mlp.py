@@ -237,6 +237,7 @@ def _check_kept_bytes(rank, dispatch):
         assert 4 * num_tokens * num_experts < sum(kept.values()) <= bound
 
 
+@pytest.mark.slow
 def test_padded_layer_reads_nothing_back():
     # In a process of its own: the groups of a world of eight exist only here.
     run_ranks(_check_fake, 1)
