@@ -114,11 +114,21 @@ def count_cut(
 
     Returns:
         A sentence for each side of which anything is cut.
+
+    Raises:
+        DataError: The tokenizer cannot read a text.
     """
-    lengths = [
-        (len(tokenizer.tokenize(pair.source)) + 1, len(tokenizer.tokenize(pair.target)) + 1)
-        for pair in (_pair(line, str(path)) for _, line in _numbered_lines(path))
-    ]
+    lengths = []
+    for number, line in _numbered_lines(path):
+        pair = _pair(line, str(path))
+        try:
+            tokens = [tokenizer.tokenize(text) for text in (pair.source, pair.target)]
+        except ValueError as error:
+            raise DataError(
+                f"{path}, line {number}: the tokenizer cannot read it ({error}). NullTokenizer "
+                "reads numbers only; texts need --tokenizer-type and --tokenizer-model."
+            ) from error
+        lengths.append([len(each) + 1 for each in tokens])
     sides = zip(*lengths, strict=True)
     limits = (
         ("inputs", "--seq-length", source_length),

@@ -75,11 +75,6 @@ def _check_sources(args: Namespace) -> None:
             "prints the flags that fit its data; with --mock-data use --tokenizer-type "
             "NullTokenizer --vocab-size N."
         )
-    if args.tokenizer_type == "NullTokenizer" and args.switch_arch == "t5" and reads_pairs(args):
-        raise DataError(
-            "Pairs of texts need a tokenizer that reads text, and --tokenizer-type NullTokenizer "
-            "reads numbers. Give the model's with --tokenizer-type and --tokenizer-model."
-        )
     for name in _OTHER_DATA_SETS:
         if getattr(args, name):
             raise ConfigError(

@@ -136,6 +136,19 @@ def test_what_is_cut_is_counted_on_each_side(tmp_path):
     assert count_cut(path, Letters(), source_length=8, target_length=7) == ()
 
 
+class Numbers:
+    """Reads numbers, as Megatron's NullTokenizer does."""
+
+    def tokenize(self, text):
+        return [int(word) for word in text.split()]
+
+
+def test_a_text_that_the_tokenizer_cannot_read_is_told_with_its_line(tmp_path):
+    path = write(tmp_path / "p.jsonl", [("1 2", "3"), ("copy: 4", "5")])
+    with pytest.raises(DataError, match=r"p\.jsonl, line 2: .*'copy:'.* need --tokenizer-type"):
+        count_cut(path, Numbers(), source_length=4, target_length=3)
+
+
 def sources(data):
     return [data[index]["encoder_tokens"][0].item() - 2 for index in range(len(data))]
 

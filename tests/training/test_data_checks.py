@@ -27,12 +27,6 @@ def test_missing_sources_are_named(sparse_line, changes, message):
         check_data_flags(args)
 
 
-def test_pairs_of_texts_need_a_tokenizer_that_reads_text(sparse_line):
-    args = sparse_line("--switch-arch t5 --data-path pairs.jsonl").args
-    with pytest.raises(DataError, match=r"Pairs of texts need .* Give the model's with"):
-        check_data_flags(args)
-
-
 @pytest.mark.parametrize(
     "flags",
     [
