@@ -65,6 +65,7 @@ def test_planned_flags_pass_the_products_own_checks(capsys, tmp_path, monkeypatc
         assert line.args.num_experts == 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saving", [saving for ladder in LADDERS for saving in ladder])
 def test_every_saving_is_made_of_flags_that_exist(saving):
     training = with_saving(
@@ -86,6 +87,7 @@ def test_every_saving_is_made_of_flags_that_exist(saving):
     assert {word[2:] for word in words if word.startswith("--")} <= PLANNED_FLAGS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["switch-base-128", "switch-large-128", "switch-xxl-128", "switch-c-2048"]
 )
@@ -131,6 +133,7 @@ def test_explain_shows_formulas(capsys):
     assert "--explain 2 asks for a layout that is not among the 1 shown" in err
 
 
+@pytest.mark.slow
 def test_sweep_of_capacity_factors(capsys):
     text = plan(capsys, f"{PLAN} --sweep-capacity")
     rows = [
@@ -160,6 +163,7 @@ def test_a_grid_of_other_ranks_is_refused(capsys):
     assert "--grid 32x4x8 is 1024 ranks, but 64 nodes x 8 GPUs are 512" in err
 
 
+@pytest.mark.slow
 def test_topology_orders_nodes(capsys, tmp_path):
     topology = tmp_path / "topology.conf"
     topology.write_text(
@@ -179,6 +183,7 @@ def test_topology_orders_nodes(capsys, tmp_path):
     assert "names 16 nodes and the plan is for 128" in err
 
 
+@pytest.mark.slow
 def test_fit_reads_measurements_and_writes_hardware(capsys, tmp_path):
     output = tmp_path / "nccl.txt"
     ranks = [f"#  Rank {r} Group 0 Pid 1 on host{r // 8} device {r % 8} [0x1] X" for r in range(16)]

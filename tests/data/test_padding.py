@@ -104,6 +104,7 @@ def test_a_sample_that_fills_up_a_batch_is_all_padding(prefix):
     assert not sample["loss_mask"].any()
 
 
+@pytest.mark.slow
 def test_random_numbers_have_a_mask_too():
     dataset = build(MaskedMockGPTDataset, None, blend=None)
     sample = dataset[0]

@@ -56,6 +56,7 @@ def test_dense_layouts_agree(num_ranks, layout, one_rank, tmp_path):
     assert losses[2] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [

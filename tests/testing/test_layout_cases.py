@@ -63,6 +63,7 @@ def test_any_two_settings_meet(cases):
     assert wanted <= pairs_in(cases)
 
 
+@pytest.mark.slow
 def test_any_setting_meets_any_size_of_any_axis_where_it_can(cases):
     sizes = {axis: {case.sizes()[axis] for case in cases} for axis in AXES}
     missing = {
