@@ -9,6 +9,11 @@ from pathlib import Path
 
 SWEPT_FACTORS = "1,1.25,1.5,2,-1"
 """What capacity-sweep evaluates at, unless told."""
+_OTHER_FLAGS = (
+    "All other flags are those of 'megatron-switch train', for layout (under torchrun), device "
+    "(--switch-device), --ckpt-step, --tokenizer-model and what else shall differ from the "
+    "checkpoint."
+)
 
 
 def generate_parser() -> ArgumentParser:
@@ -20,9 +25,7 @@ def generate_parser() -> ArgumentParser:
         "it. Model and tokenizer are those "
         "that the checkpoint names; the text goes to standard output, everything else to standard "
         "error.",
-        epilog="All other flags are those of 'megatron-switch train', for layout (under "
-        "torchrun), device (--switch-device), --ckpt-step, --tokenizer-model and what else shall "
-        "differ from the checkpoint.",
+        epilog=_OTHER_FLAGS,
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -94,9 +97,7 @@ def capacity_sweep_parser() -> ArgumentParser:
         usage="megatron-switch capacity-sweep CHECKPOINT [OPTIONS] [MEGATRON FLAGS]",
         description="Evaluates a trained checkpoint at several capacity factors, without training: "
         "what is dropped, and what it costs.",
-        epilog="All other flags are those of 'megatron-switch train', for layout (under "
-        "torchrun), device (--switch-device), --ckpt-step, --tokenizer-model and what else shall "
-        "differ from the checkpoint.",
+        epilog=_OTHER_FLAGS,
         allow_abbrev=False,
     )
     add = parser.add_argument
