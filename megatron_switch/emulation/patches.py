@@ -28,6 +28,7 @@ from megatron_switch.emulation.collectives import (
 )
 from megatron_switch.emulation.device import Device, Event, Stream
 from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
+from megatron_switch.emulation.gloo_groups import GroupsOnOneDevice
 from megatron_switch.patching import Patch, applied
 
 _NO_GPU = "there is no CUDA device to ask"
@@ -109,6 +110,11 @@ def emulation_patches(device: Device, streams: RandomStreams, mode: CudaOnCpu) -
             "torch.autograd:_engine_run_backward",
             "backward suspends function modes, so recompute would ask for a real device",
             wrapper=functools.partial(_entering_again, mode),
+        ),
+        Patch(
+            "torch.distributed.distributed_c10d:ProcessGroupGloo",
+            "every group would have a thread of its own that wakes a hundred times a second",
+            wrapper=GroupsOnOneDevice,
         ),
         Patch(
             "torch.distributed:all_to_all_single",

@@ -1,14 +1,16 @@
 """``megatron-switch check-layouts``: train in every legal layout and compare with one rank.
 
 On the CPU every case has fresh ranks, forked from one process, so that a case that fails takes
-nothing with it. On GPUs the number of ranks is the launcher's (``torchrun``), the layouts are those
-of that number, and the ranks take one case after the other.
+nothing with it. Ranks wait for each other more than they compute, so several *benches*, forked
+processes too, each train one case after the other. On GPUs the number of ranks is the launcher's
+(``torchrun``), the layouts are those of that number, and the ranks take one case after the other.
 
 A reference, the run on one rank with the same meaning, comes before the first case that needs it.
 Ranks compare their parts where they are, and send what they found to rank 0, never the tensors.
 """
 
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -41,6 +43,11 @@ _TIMEOUT = timedelta(minutes=3)
 """How long ranks wait for one another before a case counts as failed."""
 _PATIENCE = timedelta(minutes=30)
 """The same on GPUs, where all but one wait for the references first."""
+
+_LEAST_BENCHES = 2
+"""Cases that train at a time, at least."""
+_CORES_A_BENCH = 4
+"""Cores that the ranks of one case keep busy, at most."""
 
 Device = Literal["cuda", "cpu"]
 _SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -86,60 +93,104 @@ def check_on_cpu(
     """Run cases on forked ranks.
 
     Args:
-        cases: What to run, one after the other.
-        tell: Called with each result as soon as it is known.
+        cases: What to run.
+        tell: Called with each result as soon as it is known, on the bench that has it.
         fault: As in :func:`~megatron_switch.testing.layout_run.run_case`; references have none.
 
     Returns:
         The results, in the order of the cases.
+
+    Raises:
+        SystemExit: A signal ended the check, or a reference failed.
     """
     import_megatron()
-    references: dict[str, WholeValues] = {}
-    results = []
+    num_benches = min(
+        len(cases), max(_LEAST_BENCHES, len(os.sched_getaffinity(0)) // _CORES_A_BENCH)
+    )
     with tempfile.TemporaryDirectory(prefix="switch-layouts-") as folder:
-        for case in cases:
-            if case.meaning not in references:
-                plain = case.reference()
-                reference = partial(_reference, plain, _parsed(plain, "cpu"), "cpu")
-                alone = _on_ranks(reference, 1, Path(folder))
-                assert alone is not None, "one rank alone failed; its traceback stands above"
-                references[case.meaning] = alone
-            compared = partial(
-                _compared,
-                case,
-                _parsed(case, "cpu"),  # here, once for all ranks: it takes as long as a step
-                "cpu",
-                references[case.meaning],
-                fault=fault,
-            )
-            verdict = _on_ranks(compared, case.layout.world_size, Path(folder))
-            error = "" if verdict else "a rank failed; its traceback is on the error output"
-            results.append(Result(case, verdict, error))
-            tell(results[-1])
-    return results
+        bench = partial(_work, _Pile(cases), tell, fault, Path(folder))
+        code = launch(num_benches, bench)
+        if code != 0:
+            raise SystemExit(code)
+        return [_loaded(path) for path in sorted(Path(folder).glob("result-*"))]
 
 
-def _on_ranks(target: Callable[[], Any], num_ranks: int, folder: Path) -> Any:
+class _Pile:
+    """Cases of which forked processes take the next one each."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        forking = multiprocessing.get_context("fork")
+        self._cases = cases
+        self._taken = forking.Value("i", 0)
+        self.telling = forking.Lock()
+        """Held by who prints, so that lines do not mix."""
+
+    def __iter__(self) -> Iterator[tuple[int, Case]]:
+        """Yield cases that no other process has, with their place among all."""
+        while True:
+            with self._taken.get_lock():
+                index = self._taken.value
+                self._taken.value += 1
+            if index >= len(self._cases):
+                return
+            yield index, self._cases[index]
+
+
+def _work(pile: _Pile, tell: Callable[[Result], None], fault: Fault, folder: Path) -> None:
+    """Run cases of the pile until it is empty."""
+    for index, case in pile:
+        compared = partial(
+            _compared,
+            case,
+            _parsed(case, "cpu"),  # here, once for all ranks: it takes as long as a step
+            "cpu",
+            _shared_reference(case.reference(), folder),
+            fault=fault,
+        )
+        answer = folder / f"verdict-{index}"
+        verdict = _on_ranks(compared, case.layout.world_size, answer)
+        error = "" if verdict else "a rank failed; its traceback is on the error output"
+        result = Result(case, verdict, error)
+        (folder / f"result-{index:06d}").write_bytes(pickle.dumps(result))
+        with pile.telling:
+            tell(result)
+
+
+def _shared_reference(plain: Case, folder: Path) -> WholeValues:
+    """Return what a reference computed; it trains unless a bench has trained it already."""
+    path = folder / f"reference of {plain.meaning}"
+    if not path.exists():
+        reference = partial(_reference, plain, _parsed(plain, "cpu"), "cpu")
+        own = path.with_suffix(f".{os.getpid()}")
+        values = _on_ranks(reference, 1, own)
+        assert values is not None, "one rank alone failed; its traceback stands above"
+        own.replace(path)
+    found: WholeValues = _loaded(path)
+    return found
+
+
+def _on_ranks(target: Callable[[], Any], num_ranks: int, answer: Path) -> Any:
     """Call ``target`` on fresh ranks and return what rank 0 returns; None if a rank fails.
 
     Ranks are new for every case because gloo's threads outlive groups that are destroyed. A signal
-    that ends them ends the whole check.
+    that ends them ends the bench.
     """
-    path = folder / "answer"
 
     def on_rank() -> None:
         with cuda_on_cpu(), repaired_megatron(), _quiet():
             dist.init_process_group("gloo", timeout=_TIMEOUT)
-            answer = target()
+            found = target()
             if dist.get_rank() == 0:
-                path.write_bytes(pickle.dumps(answer))
+                answer.write_bytes(pickle.dumps(found))
             dist.destroy_process_group()
 
     code = launch(num_ranks, on_rank)
     if code in _SIGNALLED:
         raise SystemExit(code)
-    if code != 0:
-        return None
+    return None if code else _loaded(answer)
+
+
+def _loaded(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 

@@ -23,9 +23,7 @@ EXPERTS_APART = Case(Layout(2, ep=2), PLAIN, 4)
 
 
 def check(case, fault=lambda chunks: None):
-    told = []
-    (result,) = check_on_cpu([case], told.append, fault=fault)
-    assert told == [result]
+    (result,) = check_on_cpu([case], lambda result: None, fault=fault)
     return result
 
 
