@@ -8,6 +8,10 @@ VENV := .venv
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+# Images often ask for no .pyc files. The tests start hundreds of processes, and each would compile
+# the whole package, and each test file, again; `make clean` deletes what that leaves.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Only from make's command line: a PYTHON in the environment may be there for something else.
 ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
