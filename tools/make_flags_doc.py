@@ -1,13 +1,17 @@
 """Write ``docs/flags.md`` from the code: our flags, the recipes, and what becomes of Megatron's.
 
-Run it after a flag, a recipe or a class of :mod:`megatron_switch.training.flag_classes` changed; a
-test compares the page with what this program would write.
+The names of all flags go to ``train_flags.json``, for commands that do without Megatron. Run it
+after a flag, a recipe or a class of :mod:`megatron_switch.training.flag_classes` changed, or
+another Megatron is used; tests compare both files with what this program would write.
 """
 
 import argparse
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_switch.emulation import import_megatron
+from megatron_switch.layout.train_flags import NAMES_FILE
 from megatron_switch.recipes import RECIPES
 from megatron_switch.training.arguments import SWITCH_DEFAULTS, add_switch_arguments
 from megatron_switch.training.flag_classes import FLAGS, FlagClass, fixed_defaults
@@ -59,6 +63,19 @@ def page() -> str:
         defaults=_table(("flag", "default"), _default_rows()),
         megatron=_table(("flag", "with Switch", "note"), _megatron_rows()),
     )
+
+
+def names() -> str:
+    """Return the names of all flags, one on a line of a JSON list."""
+    import_megatron()
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_megatron_arguments(parser)
+    add_switch_arguments(parser)
+    options = {option for action in parser._actions for option in action.option_strings}
+    found = sorted(option[2:] for option in options if option.startswith("--"))
+    return json.dumps(found, indent=0) + "\n"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -115,5 +132,6 @@ def _value(value: object) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    for path, text in ((PAGE, page()), (NAMES_FILE, names())):
+        path.write_text(text, encoding="utf-8")
+        print(path)

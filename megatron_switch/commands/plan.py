@@ -19,7 +19,7 @@ from rich.console import Console
 from megatron_switch.commands.plan_report import Report
 from megatron_switch.commands.words import count, split_at_dashes
 from megatron_switch.errors import ConfigError
-from megatron_switch.layout.fit import fitted_hardware, fitted_step, read_runs
+from megatron_switch.layout.fit import fitted_hardware, fitted_step
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.grid_form import GridForm, nearest_that_fit, states_by_sharding
 from megatron_switch.layout.hardware import (
@@ -29,6 +29,7 @@ from megatron_switch.layout.hardware import (
     preset_names,
 )
 from megatron_switch.layout.model_flags import model_names
+from megatron_switch.layout.nccl_output import read_runs
 from megatron_switch.layout.placement import order_nodes, read_topology, whole_blocks
 from megatron_switch.layout.plan_file import plans_as_json
 from megatron_switch.layout.plan_request import PlannedModel, planned_model
@@ -137,7 +138,13 @@ def _parser() -> ArgumentParser:
         "--grid", metavar="32x4x8", help="answer a data x model x expert layout literally"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--fit", metavar="FILE", help="nccl-tests output to fit the links to")
+    parser.add_argument(
+        "--fit",
+        action="append",
+        metavar="FILE",
+        help="nccl-tests output to fit the links to: what they print, or the JSON of their -J; may "
+        "be repeated",
+    )
     parser.add_argument(
         "--measured-step", type=float, metavar="S", help="seconds of a step of the first layout"
     )
@@ -166,7 +173,8 @@ def _check_options(options: Namespace) -> None:
 def _hardware(options: Namespace) -> Hardware:
     hardware = load_hardware(options.hardware, gpus_per_node=options.gpus_per_node)
     if options.fit is not None:
-        hardware = fitted_hardware(hardware, read_runs(Path(options.fit)))
+        runs = [run for path in options.fit for run in read_runs(Path(path))]
+        hardware = fitted_hardware(hardware, runs)
     return hardware
 
 

@@ -181,8 +181,8 @@ class Report:
         fits = plan.memory.total <= budget
         self._say(
             f"With activations and buffers the {_SHARDING[plan.training.sharding]} peaks at "
-            f"{plan.memory.total / 1e9:.1f} GB, {plan.memory.buffers / 1e9:.1f} GB of it the layer "
-            f"at work: {'fits' if fits else 'does not fit'}."
+            f"{plan.memory.total / 1e9:.1f} GB, {plan.memory.buffers / 1e9:.1f} GB of it the "
+            f"layers at work: {'fits' if fits else 'does not fit'}."
         )
         self.warnings(plan)
         self.flags(plan)

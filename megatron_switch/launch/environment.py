@@ -68,6 +68,14 @@ def environment_of(job: Job, generation: Generation) -> list[Variable]:
         found.append(
             Variable("NCCL_NVLS_ENABLE", "0", "NVLink SHARP's buffers cost memory in every group")
         )
+    if values.on("fine-grained-activation-offloading"):
+        found.append(
+            Variable(
+                "NVTE_CPU_OFFLOAD_V1",
+                "1",
+                "Megatron refuses to offload activations beside Transformer Engine 2.10 without",
+            )
+        )
     if values.on("overlap-grad-reduce"):
         for side in ("FWD", "BWD"):
             found.append(

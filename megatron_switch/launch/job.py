@@ -15,6 +15,7 @@ from megatron_switch.layout.model_flags import FlagValues, flags_of_words, read_
 from megatron_switch.layout.reasons import expert_spread
 from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.spread import Spread
+from megatron_switch.layout.train_flags import refuse_unknown
 from megatron_switch.layout.validation import ModelShape, validate_layout
 
 Shape = Literal["srun", "torchrun"]
@@ -92,6 +93,7 @@ class Job:
         for option in self.sbatch:
             _check_option(option)
         _check_container(self.container, self.run_dir)
+        refuse_unknown(self.flags)
         given = {"switch-run-dir": "--run-dir", "switch-device": "sbatch's own words"}
         for flag in given.keys() & flags_of_words(self.flags).keys():
             raise ConfigError(

@@ -15,6 +15,10 @@ from megatron_switch.launch.job import Job
 from megatron_switch.launch.nccl_tests import group_tests, left_out
 from megatron_switch.layout.grid import Layout
 
+_NOT_REHEARSED = ("fp8-format", "fp4-format", "use-torch-fsdp2", "cpu-offloading-num-layers")
+_ENGINE_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
+"""Flags, and values of ``--offload-modules``, that a rehearsal refuses."""
+
 
 def render_sbatch(job: Job, generation: Generation, command: Sequence[str]) -> str:
     """Return the sbatch file of a job.
@@ -56,9 +60,14 @@ def rehearsal_flags(job: Job) -> str | None:
 
     Packed dispatch depends on values, which a rehearsal has none of: padded dispatch stands for it.
     """
-    if job.values.text("switch-capacity-group", "microbatch") == "ep":
+    values = job.values
+    refused = any(values.on(flag) for flag in _NOT_REHEARSED) or job.layout.cp > 1
+    modules = values.flags.get("offload-modules", ())
+    inside = _ENGINE_EXPERTS.intersection(modules if isinstance(modules, list) else [modules])
+    dropless = values.number("moe-expert-capacity-factor", 1.25) < 0
+    if refused or inside or dropless or values.text("switch-capacity-group", "") == "ep":
         return None
-    packed = job.values.text("switch-dispatch", "auto") == "packed"
+    packed = values.text("switch-dispatch", "auto") == "packed"
     return "--switch-dispatch padded" if packed else ""
 
 

@@ -7,7 +7,7 @@ what no saving removes is counted.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_switch.layout.enumerate_sizes import Choice
 from megatron_switch.layout.grid import Layout
@@ -16,6 +16,16 @@ from megatron_switch.layout.model_size import GPTShape, T5Shape, total_parameter
 from megatron_switch.layout.timing import dropped_share, micro_batch_flops
 from megatron_switch.layout.traffic import key_value_width
 from megatron_switch.layout.training import Capacity, Training
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Dense layers, or experts, on a rank: seconds of a step, and numbers of parameters."""
+
+    busy: float
+    end: float
+    held: float
+    owned: float
 
 
 class Bound:
@@ -42,6 +52,8 @@ class Bound:
             offload: Whether the optimizer may be on the host.
         """
         self._shard, self._offload = shard, offload
+        self._dense_parts: dict[tuple[int, int, int], _Part] = {}
+        self._expert_parts: dict[tuple[int, int, int], _Part] = {}
         # Read for each of thousands of choices.
         self._width = training.width
         self._gradient_width = 4 if training.fp32_gradients else training.width
@@ -53,7 +65,7 @@ class Bound:
             self._sparse += encoder
             self._pairs += 2 * model.encoder_layers - encoder + model.num_layers
         self._model, self._training, self._hardware = model, training, hardware
-        self._ranks = world_size
+        self._ranks, self._budget = world_size, hardware.budget
         self._parameters = total_parameters(model)
         ends = model.padded_vocab_size * model.hidden_size * (1 if model.tied_head else 2)
         routers = len(model.sparse_layers) * model.num_experts * model.hidden_size
@@ -77,10 +89,16 @@ class Bound:
             )
         self._arithmetic = flops * training.global_batch_size / world_size / hardware.flops
 
-    def kept_tokens_per_second(self, seconds: float) -> float:
-        """Return the tokens a second of one GPU that reach their expert, at most."""
+    def kept_tokens_per_second(self, seconds: float, dropped: float | None = None) -> float:
+        """Return the tokens a second of one GPU that reach their expert, at most.
+
+        Args:
+            seconds: Least time of a step.
+            dropped: Share of tokens that are dropped; None for the least of all micro-batches.
+        """
         tokens = self._training.global_batch_size * self._training.seq_length
-        return tokens / seconds / self._ranks * self._kept
+        kept = self._kept if dropped is None else 1.0 - dropped
+        return tokens / seconds / self._ranks * kept
 
     def seconds(
         self, choice: Choice, *, chunks: int | None = None, micro_batches: int | None = None
@@ -94,30 +112,25 @@ class Bound:
             chunks: Virtual stages of each rank; None for as many as there can be.
             micro_batches: Of a step on a rank; None for as many as there can be.
         """
-        states = self.least_states(choice)
-        budget = self._hardware.budget
+        dense, expert = self._dense_part(choice), self._expert_part(choice)
+        states = self._states(choice, dense, expert)
+        budget = self._budget
         if min(states.values()) > budget:
             return math.inf
-        hardware, ranks = self._hardware, self._ranks
-        dense_copies = ranks // (choice.tp * choice.pp)
-        sequences = self._training.global_batch_size // (dense_copies // choice.cp)
-        finest = (chunks or self._model.num_layers // choice.pp) * (micro_batches or sequences)
+        hardware = self._hardware
+        finest = (chunks or self._model.num_layers // choice.pp) * (
+            micro_batches or self._sequences(choice)
+        )
         bubble = (choice.pp - 1) / finest
-        busy = self._arithmetic + self._tensor_seconds(choice, sequences)
-        busy += self._context_seconds(choice, sequences)
-        if self._model.num_experts:
-            busy += self._exchange_seconds(choice)
-        expert = self._parameters.expert / (choice.ep * choice.etp * choice.pp)
-        dense = self._dense_on_a_rank(choice)
-        expert_copies = ranks // (choice.ep * choice.etp * choice.pp)
-        end = self._gradient_seconds(dense, dense_copies, choice.tp, choice)
-        end += self._gradient_seconds(expert, expert_copies, choice.ep * choice.etp, choice)
-        owned = dense / dense_copies + expert / expert_copies
+        busy = self._arithmetic + dense.busy + expert.busy
+        end = dense.end + expert.end
         on_host = all(size > budget for name, size in states.items() if name != "host")
         if on_host:
-            end += (34 + self._width) * owned / (hardware.host_link_gb_s * 1e9)
+            end += (
+                (34 + self._width) * (dense.owned + expert.owned) / (hardware.host_link_gb_s * 1e9)
+            )
         else:
-            end += 30 * owned / (hardware.hbm_gb_s * 1e9)
+            end += 30 * (dense.owned + expert.owned) / (hardware.hbm_gb_s * 1e9)
         return (busy * (1 + bubble) + end) * hardware.step_factor
 
     def least_state(self, choice: Choice) -> float:
@@ -126,19 +139,46 @@ class Bound:
 
     def least_states(self, choice: Choice) -> dict[str, float]:
         """Return the least bytes of a rank's state by where it is kept."""
-        expert = self._parameters.expert / (choice.ep * choice.etp * choice.pp)
-        dense = self._dense_on_a_rank(choice)
-        copies = self._ranks // (choice.ep * choice.etp * choice.pp)
-        dense_copies = self._ranks // (choice.tp * choice.pp)
-        kept = self._width + self._gradient_width
+        return self._states(choice, self._dense_part(choice), self._expert_part(choice))
+
+    def _states(self, choice: Choice, dense: "_Part", expert: "_Part") -> dict[str, float]:
+        kept = (self._width + self._gradient_width) * (expert.held + dense.held)
         optimizer = 12.0 if self._width == 2 else 8.0
-        cut = expert / copies + dense / dense_copies
-        states = {"distributed": kept * (expert + dense) + optimizer * cut}
-        if self._shard:
-            states["sharded"] = (kept + optimizer) * cut
+        cut = expert.owned + dense.owned
+        states = {"distributed": kept + optimizer * cut}
+        if self._shard and choice.pp == 1:
+            states["sharded"] = (self._width + self._gradient_width + optimizer) * cut
         if self._offload:
-            states["host"] = kept * (expert + dense)
+            states["host"] = kept
         return states
+
+    def _dense_part(self, choice: Choice) -> "_Part":
+        """Return what follows from TP, PP and CP, worked out once for all EP and ETP."""
+        key = choice.tp, choice.pp, choice.cp
+        if key not in self._dense_parts:
+            held, copies = self._dense_on_a_rank(choice), self._ranks // (choice.tp * choice.pp)
+            sequences = self._sequences(choice)
+            busy = self._tensor_seconds(choice, sequences) + self._context_seconds(
+                choice, sequences
+            )
+            end = self._gradient_seconds(held, copies, choice.tp)
+            self._dense_parts[key] = _Part(busy, end, held, held / copies)
+        return self._dense_parts[key]
+
+    def _expert_part(self, choice: Choice) -> "_Part":
+        """Return what follows from EP, ETP and PP, worked out once for all TP and CP."""
+        key = choice.ep, choice.etp, choice.pp
+        if key not in self._expert_parts:
+            parts = choice.ep * choice.etp * choice.pp
+            held, copies = self._parameters.expert / parts, self._ranks // parts
+            busy = self._exchange_seconds(choice) if self._model.num_experts else 0.0
+            end = self._gradient_seconds(held, copies, choice.ep * choice.etp)
+            self._expert_parts[key] = _Part(busy, end, held, held / copies)
+        return self._expert_parts[key]
+
+    def _sequences(self, choice: Choice) -> int:
+        copies = self._ranks // (choice.tp * choice.pp)
+        return self._training.global_batch_size // (copies // choice.cp)
 
     def _dense_on_a_rank(self, choice: Choice) -> float:
         """Return the dense parameters of a rank, at least: without a vocabulary on every stage."""
@@ -177,9 +217,7 @@ class Bound:
         )
         return 4 * self._sparse / choice.pp * seconds
 
-    def _gradient_seconds(
-        self, parameters: float, copies: int, stride: int, choice: Choice
-    ) -> float:
+    def _gradient_seconds(self, parameters: float, copies: int, stride: int) -> float:
         if copies == 1:
             return 0.0
         sent = parameters * (self._gradient_width + self._width) * (copies - 1) / copies

@@ -1,11 +1,5 @@
 """Fit the links of a cluster to what nccl-tests measured on it, and the step to a measured one.
 
-Reads the text that ``alltoall_perf``, ``all_reduce_perf``, ``all_gather_perf``,
-``reduce_scatter_perf`` and ``sendrecv_perf`` print, one or several of them in a file. Each row is a
-message size and its time (out of place, microseconds). Ranks and hosts are counted in the lines
-``# Rank ... on HOST``; the test's name stands in ``# Collective test starting: NAME``, or in a line
-with the command itself.
-
 The model of a row is ``time = latency + peers x peer + wire bytes / bandwidth``, where wire bytes
 are what a rank sends on the slower link. Its terms are fitted by least squares of relative errors,
 so that small messages decide the latency and large ones the bandwidth. Latency and the time a peer
@@ -13,89 +7,12 @@ costs can be told apart only by runs with different numbers of peers; with one r
 the hardware file stays, and the rest is the peers'.
 """
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.hardware import Hardware, Link
-
-_NAMES = "alltoall|all_reduce|all_gather|reduce_scatter|sendrecv"
-_TEST = re.compile(rf"({_NAMES})_perf")
-_RANK = re.compile(r"^#\s+Rank\s+(\d+)\b.*\bon\s+(\S+)\s+device\b")
-_LEAST_ROWS = 2
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured message size."""
-
-    num_bytes: int
-    microseconds: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a test.
-
-    Attributes:
-        test: Name without ``_perf``.
-        ranks: Ranks that took part.
-        hosts: Hosts they ran on.
-        rows: Sizes and times.
-    """
-
-    test: str
-    ranks: int
-    hosts: int
-    rows: tuple[Row, ...]
-
-    @property
-    def peers(self) -> int:
-        """Ranks of other hosts, or of the same where there is one, that each rank sends to."""
-        return self.ranks - (self.ranks // self.hosts if self.hosts > 1 else 1)
-
-    @property
-    def share(self) -> float:
-        """Bytes on the slower link over the size that nccl-tests prints."""
-        if self.test == "alltoall":
-            return self.peers / self.ranks
-        if self.test == "sendrecv":
-            return 1.0
-        return (2 if self.test == "all_reduce" else 1) * (self.ranks - 1) / self.ranks
-
-
-def read_runs(path: Path) -> list[Run]:
-    """Return the runs in a file of nccl-tests output.
-
-    Raises:
-        ConfigError: If the file cannot be read, or a part of it is no such output; with the line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--fit reads nccl-tests output, and {path} cannot be: {error}."
-        ) from error
-    runs: list[Run] = []
-    test, hosts, rows = "", dict[int, str](), list[Row]()
-    for number, line in enumerate(lines, 1):
-        name, rank = _TEST.search(line), _RANK.match(line)
-        if name is not None:
-            runs += _finished(test, hosts, rows, path, number)
-            test, hosts, rows = name[1], {}, []
-        elif rank is not None:
-            hosts[int(rank[1])] = rank[2]
-        elif line.strip() and not line.lstrip().startswith("#") and line.split()[0].isdigit():
-            rows.append(_row(line, path, number))
-    runs += _finished(test, hosts, rows, path, len(lines))
-    if not runs:
-        raise ConfigError(
-            f"--fit found no nccl-tests output in {path}: no line with a test's name such as "
-            "alltoall_perf. Give the text that the tests print, header included."
-        )
-    return runs
+from megatron_switch.layout.nccl_output import Run
 
 
 def fitted_hardware(hardware: Hardware, runs: Sequence[Run]) -> Hardware:
@@ -124,39 +41,6 @@ def fitted_step(hardware: Hardware, *, measured: float, predicted: float) -> Har
         raise ConfigError(f"--measured-step takes seconds above 0, got {measured:g}.")
     factor = hardware.step_factor * measured / predicted
     return replace(hardware, step_factor=factor, fitted=True)
-
-
-def _finished(
-    test: str, hosts: dict[int, str], rows: list[Row], path: Path, number: int
-) -> list[Run]:
-    if not rows:
-        return []
-    if not hosts:
-        raise ConfigError(
-            f"{path}, before line {number}: {test}_perf lacks the lines '# Rank ... on HOST device "
-            "...', from which ranks and hosts are counted. Keep the header of the output."
-        )
-    if len(rows) < _LEAST_ROWS:
-        raise ConfigError(
-            f"{path}, before line {number}: {test}_perf has one size only, and a latency and a "
-            "bandwidth need two. Run it over a range: -b 8K -e 1G -f 2."
-        )
-    return [Run(test, len(hosts), len(set(hosts.values())), tuple(rows))]
-
-
-def _row(line: str, path: Path, number: int) -> Row:
-    """Return size and out-of-place time: the first column, and the sixth (after the root)."""
-    columns = line.split()
-    try:
-        row = Row(int(columns[0]), float(columns[5]))
-    except (IndexError, ValueError):
-        raise ConfigError(
-            f"{path}, line {number}: expected size, count, type, redop, root and time, found "
-            f"'{line.strip()}'."
-        ) from None
-    if row.microseconds <= 0:
-        raise ConfigError(f"{path}, line {number}: a time must be above 0, found '{line.strip()}'.")
-    return row
 
 
 def _fitted_link(link: Link, runs: list[Run]) -> Link:

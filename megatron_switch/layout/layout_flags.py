@@ -19,6 +19,7 @@ PLANNED_FLAGS = frozenset(
         "use-megatron-fsdp",
         "data-parallel-sharding-strategy",
         "ckpt-format",
+        "megatron-fsdp-main-grads-dtype",
         "optimizer-cpu-offload",
         "optimizer-offload-fraction",
         "use-precision-aware-optimizer",
@@ -59,6 +60,8 @@ def _optimizer_words(training: Training) -> list[str]:
     if training.sharding == "fully_sharded":
         words += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
         words += ["--ckpt-format", "fsdp_dtensor"]
+        if training.width == 2 and training.fp32_gradients:
+            words += ["--megatron-fsdp-main-grads-dtype", "fp32"]
     words += ["--overlap-grad-reduce", "--overlap-param-gather"]
     if training.offload_optimizer:
         words += ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]

@@ -85,12 +85,15 @@ def predict(model: GPTShape, layout: Layout, training: Training, *, stage: int =
     """
     state = state_bytes(model, layout, training, stage=stage)
     kept = kept_by_layers(model, layout, training, stage=stage)
+    # As a backward pass goes on, more is gathered and less is kept.
+    done, steps = kept.activations + kept.routing, max(1, len(state.gathered) - 1)
+    gathered = max((size - done * at // steps for at, size in enumerate(state.gathered)), default=0)
     return MemoryByPart(
         expert=state.expert,
         dense=state.dense,
         activations=kept.activations,
         routing=kept.routing,
-        buffers=kept.buffers + state.gathered,
+        buffers=kept.buffers + gathered,
         logits=kept.logits,
         step=state.step,
         host=state.host,

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.json_file import JsonFile
 from megatron_switch.layout.model_size import GPTShape, T5Shape
+from megatron_switch.layout.train_flags import flag_names, suggestion
 from megatron_switch.layout.training import Capacity
 
 _FOLDER = Path(__file__).parent / "models"
@@ -38,7 +39,7 @@ def read_model(name: str) -> dict[str, object]:
     """Return the flags of a named model or of a JSON file.
 
     Raises:
-        ConfigError: If there is neither, or the file is no JSON object.
+        ConfigError: If there is neither, or the file is no JSON object of flags.
     """
     path = model_file(name)
     if not path.is_file():
@@ -46,8 +47,14 @@ def read_model(name: str) -> dict[str, object]:
             f"--model names a model or a JSON file of flags, and {name} is neither. Models are "
             f"{', '.join(model_names())}. The pretrain flags themselves can stand after --."
         )
-    values = JsonFile.read(path, "model file").values
-    return {key.lstrip("-").replace("_", "-"): value for key, value in values.items()}
+    file = JsonFile.read(path, "model file")
+    flags: dict[str, object] = {}
+    for key, value in file.values.items():
+        name = key.lstrip("-").replace("_", "-")
+        if name not in flag_names():
+            raise file.refuse(key, f"there is no flag --{name}.{suggestion(name)}")
+        flags[name] = value
+    return flags
 
 
 def flags_of_words(words: Sequence[str]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from megatron_switch.layout.model_flags import (
 )
 from megatron_switch.layout.model_size import GPTShape
 from megatron_switch.layout.sizes import FLAGS
+from megatron_switch.layout.train_flags import refuse_unknown
 from megatron_switch.layout.training import Dispatch, Training
 
 _MODES: dict[str, tuple[Dispatch, ...]] = {
@@ -56,6 +57,7 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
     Raises:
         ConfigError: If there is no model, or a flag that matters cannot be used.
     """
+    refuse_unknown(pretrain)
     given = flags_of_words(pretrain)
     name = str(given["switch-model"]) if name is None and "switch-model" in given else name
     if name is None and not given:

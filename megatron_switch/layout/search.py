@@ -132,14 +132,14 @@ def best_of_choice(
         if any(micro >= too_large.get((vp, dispatch), micro + 1) for vp in (1, chunks)):
             continue
         floor = least if best is None else best.kept_tokens_per_second
+        dropped = dropped_share(model, layout, training)
         if bound is not None:
             count = training.micro_batches(layout)
             seconds = bound.seconds(choice, chunks=chunks, micro_batches=count)
-            if bound.kept_tokens_per_second(seconds) <= floor:
+            if bound.kept_tokens_per_second(seconds, dropped) <= floor:
                 continue
         if chunks not in ladders:
             ladders[chunks] = _ladders_with_room(request, layout, training)
-        dropped = dropped_share(model, layout, training)
         # Without a saving a layout is fastest; where that has no room, one of the others is.
         first = [ladder[0] for ladder in ladders[chunks]]
         first = first[:1] if LADDERS[0][0] in first else first
@@ -164,7 +164,7 @@ def fits_at_all(request: Request, choice: Choice) -> bool:
         _room_for(request, predict_peak(request.model, layout, with_saving(training, saving))[1])
         for layout, training in _ways(thrifty, choice)
         for saving in (ladder[-1] for ladder in LADDERS)
-        if _is_allowed(request, saving)
+        if _is_allowed(request, saving, layout)
     )
 
 
@@ -198,7 +198,7 @@ def _ladders_with_room(
     """Return the ladders whose weights, gradients and optimizer state fit, without any pass."""
     model, found = request.model, []
     for ladder in LADDERS:
-        steps = tuple(saving for saving in ladder if _is_allowed(request, saving))
+        steps = tuple(saving for saving in ladder if _is_allowed(request, saving, layout))
         if not steps:
             continue
         saved = with_saving(training, steps[0])
@@ -235,8 +235,10 @@ def _fitting(
     return max(found, key=lambda plan: plan.kept_tokens_per_second, default=None)
 
 
-def _is_allowed(request: Request, saving: Saving) -> bool:
+def _is_allowed(request: Request, saving: Saving, layout: Layout) -> bool:
     sharding, offload, recompute = saving
+    if sharding == "fully_sharded" and layout.pp > 1:
+        return False  # Megatron-FSDP's mesh of ranks has no axis for stages
     if recompute == "moe" and not request.model.num_experts:
         return False
     return sharding in request.shardings and offload in request.offloads

@@ -207,12 +207,14 @@ def describe_change(asked: Sizes, legal: Sizes, also: str = "") -> str:
     ]
     if also:
         flags.append(also)
+    change = " ".join(flags)
     if legal.world_size != asked.world_size:
-        flags.append(f"{legal.world_size} ranks instead of {asked.world_size}")
+        ranks = f"{legal.world_size} ranks instead of {asked.world_size}"
+        change = f"{change}, {ranks}" if change else ranks
     gives = f"DP {legal.dp}, EDP {legal.edp}"
     if legal.etp != asked.etp and legal.etp_follows_tp:
         gives = f"ETP {legal.etp}, {gives}"
-    return f"{' '.join(flags)}  ({gives})"
+    return f"{change}  ({gives})"
 
 
 def _grid_line(factors: dict[str, int], last: str, world_size: int) -> str:

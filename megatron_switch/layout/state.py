@@ -7,6 +7,7 @@ master and two fp32 moments (12). In fp32 there is no master: 4, 4 and 8. Of the
     distributed      masters and moments are cut over the group:                   2 + 4 + 12 / D
     fully sharded    weights and gradients too, and a layer's are gathered while
                      it works:                                                (2 + 4 + 12) / D
+                     (more for few stacked experts, see :func:`_owned_of_layer`)
 
 with D the group over which copies exist: DP x CP for dense parameters, EDP for experts. In total an
 expert's state takes ``6 P_e / M + 12 P_e / N`` bytes a rank with M = EP x ETP x PP and N ranks.
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.model_size import GPTShape, ParameterCount, stage_parameters
 from megatron_switch.layout.training import Training
+
+_LEAST_UNIT = 10**9
+"""Parameters that Megatron-FSDP gathers and sums at a time, at least."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,15 @@ class RankState:
     Attributes:
         expert: Of the experts.
         dense: Of everything else.
-        gathered: Whole weights and gradients of the layers at work, where they are cut otherwise.
+        gathered: Whole weights and gradients where they are cut otherwise, from the beginning of a
+            backward pass to its end; empty where they are not.
         step: What the optimizer allocates during its step.
         host: Optimizer state in the host's memory.
     """
 
     expert: StateBytes
     dense: StateBytes
-    gathered: int
+    gathered: tuple[int, ...]
     step: int
     host: int
 
@@ -61,7 +66,11 @@ def state_bytes(
         LayoutError: If the layers cannot be spread evenly over the stages.
     """
     count = stage_parameters(model, layout, stage)
-    expert, expert_host = _of(count.expert, layout.edp, training)
+    owned = None
+    if training.sharding == "fully_sharded" and count.expert:
+        owned = count.expert // _experts_of_layer(model, layout)
+        owned *= _owned_of_layer(model, layout, training)
+    expert, expert_host = _of(count.expert, layout.edp, training, owned)
     dense, dense_host = _of(count.dense, layout.dp * layout.cp, training)
     return RankState(
         expert,
@@ -72,29 +81,73 @@ def state_bytes(
     )
 
 
-def _of(parameters: int, copies: int, training: Training) -> tuple[StateBytes, int]:
-    half = training.width == 2
-    gradient = 4 if training.fp32_gradients else training.width
-    weights, gradients = parameters * training.width, parameters * gradient
-    optimizer = parameters * (12 if half else 8)
-    if training.sharding != "replicated":
-        optimizer = -(-optimizer // copies)
-    if training.sharding == "fully_sharded":
-        weights, gradients = -(-weights // copies), -(-gradients // copies)
+def _of(
+    parameters: int, copies: int, training: Training, owned: int | None = None
+) -> tuple[StateBytes, int]:
+    """Return bytes on the device and on the host; ``owned`` parameters where they are cut."""
+    if owned is None:
+        owned = parameters if training.sharding == "replicated" else -(-parameters // copies)
+    held = owned if training.sharding == "fully_sharded" else parameters
+    weights = held * training.width
+    gradients = held * (4 if training.fp32_gradients else training.width)
+    optimizer = owned * (12 if training.width == 2 else 8)
     if training.offload_optimizer:
         # The host's copy of the gradients comes on top.
         return StateBytes(weights, gradients, 0), optimizer + optimizer // 3
     return StateBytes(weights, gradients, optimizer), 0
 
 
-def _gathered(count: ParameterCount, model: GPTShape, layout: Layout, training: Training) -> int:
+def _experts_of_layer(model: GPTShape, layout: Layout) -> int:
+    """Return the parameters in the experts of one sparse layer on a rank."""
+    width = (model.moe_ffn_hidden_size or model.ffn_hidden_size) // layout.etp
+    matrices = 3 if model.gated else 2
+    return model.num_experts // layout.ep * matrices * model.hidden_size * width
+
+
+def _owned_of_layer(model: GPTShape, layout: Layout, training: Training) -> int:
+    """Return how many of them Megatron-FSDP gives to one of their copies.
+
+    It cuts a tensor between entries of its first axis only. Experts of plain torch modules are
+    stacked along it, so that no matrix of an expert is cut, and some copies may own none.
+    """
+    whole = _experts_of_layer(model, layout)
+    if training.transformer_engine:
+        return -(-whole // layout.edp)
+    width = (model.moe_ffn_hidden_size or model.ffn_hidden_size) // layout.etp
+    matrix = (2 if model.gated else 1) * model.hidden_size * width
+    pieces = -(-whole // matrix)
+    return -(-pieces // layout.edp) * matrix
+
+
+def _gathered(
+    count: ParameterCount, model: GPTShape, layout: Layout, training: Training
+) -> tuple[int, ...]:
+    """Return bytes of whole weights and gradients as a backward pass goes through the layers.
+
+    A lot is a sparse layer with the dense ones up to the next. Megatron-FSDP gathers the lot at
+    work and as much ahead as half of its unit holds: the parameters of two layers, and no fewer
+    than 10^9. Gradients stay whole until they are summed: of the experts at work, and of the lot
+    before where a unit holds it. Embeddings are gathered all the time.
+    """
     if training.sharding != "fully_sharded":
-        return 0
-    layers = max(1, model.num_layers // layout.pp)
-    sparse = max(1, len(model.sparse_layers) // layout.pp)
-    largest = count.expert // sparse + count.dense // layers
-    # One layer at work and the next on its way, and the gradient of one.
-    return largest * (2 * training.width + (4 if training.fp32_gradients else training.width))
+        return ()
+    layers, lots = model.num_layers // layout.pp, max(1, len(model.sparse_layers) // layout.pp)
+    ends = model.padded_vocab_size // layout.tp * model.hidden_size * (1 if model.tied_head else 2)
+    experts = 0
+    if count.expert:
+        experts = _owned_of_layer(model, layout, training) * layout.edp
+    else:
+        lots = layers
+    lot = experts + max(0, count.dense - ends) // lots
+    unit = max(_LEAST_UNIT, 2 * (count.expert + max(0, count.dense - ends)) // layers)
+    ahead, wait = -(-(unit // 2) // lot), min(1, unit // lot)
+    gradient = 4 if training.fp32_gradients else training.width
+    phases = [
+        (ends + min(lots - done, 1 + ahead) * lot) * training.width
+        + (min(done, wait) * lot + experts) * gradient
+        for done in range(lots)
+    ]
+    return (*phases, ends * (training.width + gradient) + min(lots, wait) * lot * gradient)
 
 
 def _step(count: ParameterCount, model: GPTShape, layout: Layout, training: Training) -> int:

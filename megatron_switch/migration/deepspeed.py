@@ -100,6 +100,21 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 def _read_batch(file: JsonFile, found: Translation, job: Job) -> None:
     whole, micro, steps = (optional_count(file, key) for key in _BATCH)
     replicas = None if job.world_size is None else job.world_size // job.model_parallel
+    each = (micro or 1) * (steps or 1)
+    if whole is not None and whole % each:
+        parts = [] if micro is None else [f"{micro} a micro-batch"]
+        parts += [] if steps is None else [f"{steps} accumulation steps"]
+        raise file.refuse(
+            "train_batch_size",
+            f"{whole} is no multiple of {' x '.join(parts)}, on however many ranks. Change one of "
+            "them.",
+        )
+    if whole and micro and steps and replicas is None:
+        found.note(
+            "train_batch_size",
+            f"{whole} is {micro} a micro-batch x {steps} accumulation steps on {whole // each} "
+            "data-parallel ranks: start as many, or say --num-nodes and --num-gpus.",
+        )
     if whole is None and micro is not None and replicas is not None:
         whole = micro * (steps or 1) * replicas
     if micro is None and whole is not None and replicas is not None:

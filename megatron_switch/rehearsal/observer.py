@@ -5,6 +5,7 @@ autograd do alike, on real tensors and on fake ones. It changes nothing, except 
 gives it answers for operators which only a machine with values could compute.
 """
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,13 +92,14 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                     torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
                 )
                 self._flops[in_backward] += formula(*args, **kwargs, out_val=result)
-        self._see(result)
+        self._see(result, self._on_host(args))
         return result
 
     def begin(self, model: list[torch.nn.Module], optimizer: Any) -> dict[str, int]:
         """Start to observe; return the bytes that outlive a step, by kind."""
         self._log = CollectiveLog()
         self._flops = [0, 0]
+        gc.collect()  # what nobody holds any longer is not memory of a step
         return self.memory.classify(held_by(model, optimizer))
 
     def end(self, model: list[torch.nn.Module], state: Mapping[str, int]) -> Observation:
@@ -110,12 +112,19 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             parameters[part] += parameter.numel()
         return Observation(state, parameters, self.memory.peak(), log.calls, *self._flops)
 
-    def _see(self, result: Any) -> None:
+    def _on_host(self, args: tuple[Any, ...]) -> bool:
+        """Return whether an operator works on the host, which is where its first tensor is."""
+        first = args[0] if args else None
+        if isinstance(first, list | tuple):
+            first = first[0] if first else None
+        return isinstance(first, Tensor) and self.memory.is_on_host(first)
+
+    def _see(self, result: Any, on_host: bool) -> None:
         if isinstance(result, Tensor):
-            self.memory.see(result)
+            self.memory.see(result, on_host=on_host)
         elif isinstance(result, list | tuple):
             for each in result:
-                self._see(each)
+                self._see(each, on_host)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -183,8 +183,11 @@ def _observed(
             )
 
         def short(*, num_microbatches: int, **named: Any) -> Any:
-            # As many as every schedule can work with: one for each stage.
+            # As many as every schedule can work with: one for each stage. Offloading learns in
+            # its first step what the others are like.
             fewest = min(num_microbatches, config.pipeline_model_parallel_size)
+            if config.fine_grained_activation_offloading:
+                fewest = num_microbatches
             return forward_backward_func(num_microbatches=fewest, **named)
 
         def watched(**named: Any) -> Any:

@@ -22,6 +22,8 @@ from megatron_switch.rehearsal.observer import Observation
 from megatron_switch.rehearsal.report import RankReport, rank_report
 from megatron_switch.rehearsal.stage import Observed, Rehearsal
 
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 Session = Callable[[Sequence[str], Observed], None]
 """The training session's entry for rehearsals: flags, and what is done otherwise."""
 
@@ -42,7 +44,9 @@ class Launch:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return what a launcher puts into a rank's environment, without any GPU."""
-        return {
+        queues = os.environ.get(_QUEUES, "8")  # CUDA's own number, where the launcher says none
+        sharded = {_QUEUES: queues} if "--use-megatron-fsdp" in self.flags else {}
+        return sharded | {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(rank % self.ranks_per_node),

@@ -26,6 +26,7 @@ class RankReport:
         parameters: Number of parameters, by kind.
         state_bytes: Bytes that outlive a step, by kind.
         peak_bytes: Bytes at the moment at which most is alive, by kind.
+        host_bytes: Most bytes of what was moved to the host.
         forward_flops: Operations of matrix products in forward passes of a step.
         backward_flops: The same in backward passes.
         collectives: Calls of a step, by kind and group.
@@ -40,6 +41,7 @@ class RankReport:
     parameters: Mapping[str, int]
     state_bytes: Mapping[str, int]
     peak_bytes: Mapping[str, int]
+    host_bytes: int
     forward_flops: int
     backward_flops: int
     collectives: Sequence[Row]
@@ -78,6 +80,7 @@ def rank_report(
         parameters=observation.parameters,
         state_bytes=observation.state,
         peak_bytes=observation.peak.by_kind,
+        host_bytes=observation.peak.host,
         forward_flops=observation.forward_flops,
         backward_flops=observation.backward_flops,
         collectives=table(observation.calls, ranks_per_node),

@@ -9,7 +9,7 @@ Nothing is written: no checkpoint, no log, no run folder.
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,18 +23,23 @@ from megatron_switch.data.encoder_decoder import KEYS
 from megatron_switch.errors import ConfigError
 from megatron_switch.rehearsal.collectives import COLLECTIVES
 from megatron_switch.rehearsal.observer import Answer, Observation, StepObserver
+from megatron_switch.rehearsal.offload import host_memory
 from megatron_switch.rehearsal.patches import known_samples, observed_steps, one_of_many_ranks
 from megatron_switch.rehearsal.shapes import ShapeMemory
+from megatron_switch.rehearsal.sharding import cut_over_ranks
 
 _REFUSED = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "use_torch_fsdp2": "--use-torch-fsdp2",
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
-    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
 }
-"""Flags that need a GPU's kernels, or a device whose memory is not the host's."""
+"""Flags that need a GPU's kernels, or decide within Transformer Engine."""
+
+_HELD_BACK = ("use_megatron_fsdp", "optimizer_cpu_offload", "fine_grained_activation_offloading")
+"""What a launch on GPUs may have, while the checks of a run on the CPU would refuse it."""
+
+_ENGINE_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 
 _SET: Mapping[str, object] = {
     "distributed_backend": "gloo",
@@ -81,6 +86,9 @@ class Observed:
     def check(self, switch: SwitchConfig, args: Namespace) -> None:
         """Refuse what cannot take place here; Switch settings are resolved."""
 
+    def validated(self, args: Namespace) -> None:
+        """Change arguments that Megatron has checked, in place."""
+
     def surroundings(self) -> AbstractContextManager[None]:
         """Return the block around the whole session."""
         return nullcontext()
@@ -117,6 +125,7 @@ class Rehearsal(Observed):
     def __init__(self, report: Report) -> None:
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._has_experts = False
+        self._held_back: dict[str, bool] = {}
         super().__init__(report, StepObserver(_answers(), ShapeMemory(self._fakes).run))
 
     def prepare(self, args: Namespace) -> None:
@@ -129,9 +138,9 @@ class Rehearsal(Observed):
         for name, flag in _REFUSED.items():
             if getattr(args, name):
                 raise ConfigError(
-                    f"{flag} cannot be rehearsed: it needs kernels of a GPU, or a device with a "
-                    "memory of its own. Leave it out to rehearse the rest; 'megatron-switch plan' "
-                    "predicts sharded and offloaded state."
+                    f"{flag} cannot be rehearsed: it needs kernels of a GPU, or Transformer "
+                    "Engine, which takes no tensors without values. Leave it out to rehearse the "
+                    "rest."
                 )
         if args.context_parallel_size > 1:
             raise ConfigError(
@@ -139,7 +148,10 @@ class Rehearsal(Observed):
                 f"Engine's: got --context-parallel-size {args.context_parallel_size}. Rehearse "
                 "with 1, or ask the planner."
             )
-        for name, value in _SET.items():
+        self._held_back = {name: getattr(args, name) for name in _HELD_BACK}
+        if args.fine_grained_activation_offloading:
+            _check_offloading(args)
+        for name, value in {**_SET, **dict.fromkeys(_HELD_BACK, False)}.items():
             setattr(args, name, value)
 
     def check(self, switch: SwitchConfig, args: Namespace) -> None:
@@ -148,6 +160,7 @@ class Rehearsal(Observed):
         Raises:
             ConfigError: Tokens are packed.
         """
+        args.use_megatron_fsdp = self._held_back["use_megatron_fsdp"]
         if not args.num_experts or switch.dispatch == "padded":
             return
         raise ConfigError(
@@ -157,6 +170,11 @@ class Rehearsal(Observed):
             f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor}. Rehearse with "
             "--switch-dispatch padded, a group other than ep and positive capacity factors."
         )
+
+    def validated(self, args: Namespace) -> None:
+        """Let the launch have what Megatron would have refused beside plain torch modules."""
+        for name, value in self._held_back.items():
+            setattr(args, name, value)
 
     def surroundings(self) -> AbstractContextManager[None]:
         """Return the block around the whole session: there is no other rank in it."""
@@ -169,7 +187,18 @@ class Rehearsal(Observed):
         # Rank 0 alone knows whether there are data, and cannot tell.
         args.do_train = True
         sizes = {key: (args.micro_batch_size, *zeros.shape) for key, zeros in _sample(args).items()}
-        with known_samples(sizes), super().on_stage(args, notes):
+        with known_samples(sizes), self._savings(args), super().on_stage(args, notes):
+            yield
+
+    @contextmanager
+    def _savings(self, args: Namespace) -> Iterator[None]:
+        """Let Megatron keep tensors elsewhere than on this rank's device, as flags say."""
+        memory = self._observer.memory
+        with ExitStack() as stack:
+            if args.optimizer_cpu_offload or args.fine_grained_activation_offloading:
+                stack.enter_context(host_memory(memory))
+            if args.use_megatron_fsdp:
+                stack.enter_context(cut_over_ranks(memory))
             yield
 
     def tensors(self) -> AbstractContextManager[Any]:
@@ -184,6 +213,21 @@ class Rehearsal(Observed):
 
         provide.is_distributed = True  # type: ignore[attr-defined]  # as those of a run are
         return provide
+
+
+def _check_offloading(args: Namespace) -> None:
+    """Refuse what a launch would refuse, and activations that no rehearsed module has."""
+    if args.transformer_impl == "local":
+        raise ConfigError(
+            "Megatron offloads activations only beside Transformer Engine, got "
+            "--fine-grained-activation-offloading and --transformer-impl local. Leave one out."
+        )
+    inside = sorted(_ENGINE_EXPERTS.intersection(args.offload_modules or ()))
+    if inside:
+        raise ConfigError(
+            f"--offload-modules {' '.join(inside)} cannot be rehearsed: these are activations "
+            "inside Transformer Engine's experts. Leave them out to rehearse the rest."
+        )
 
 
 class _Zeros(Dataset[dict[str, Tensor]]):

@@ -55,6 +55,8 @@ def _memory(reports: Sequence[RankReport]) -> Table:
             table.add_row(f"GB {kind}", *map(_gb, sizes))
     table.add_section()
     table.add_row("GB at the peak", *(_gb(report.peak) for report in reports))
+    if any(report.host_bytes for report in reports):
+        table.add_row("GB on the host", *(_gb(report.host_bytes) for report in reports))
     return table
 
 

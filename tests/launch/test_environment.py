@@ -54,6 +54,11 @@ def test_nvlink_sharp_is_off_where_it_exists():
     assert values("hopper")["NCCL_NVLS_ENABLE"] == "0"
 
 
+def test_offloading_of_activations_has_the_variable_that_megatron_asks_for():
+    assert values("hopper", "--fine-grained-activation-offloading")["NVTE_CPU_OFFLOAD_V1"] == "1"
+    assert "NVTE_CPU_OFFLOAD_V1" not in values("hopper")
+
+
 def test_margins_go_with_overlapped_gradients():
     margins = {"NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN"}
     assert margins <= values("hopper", "--overlap-grad-reduce").keys()
@@ -61,6 +66,6 @@ def test_margins_go_with_overlapped_gradients():
 
 
 def test_every_variable_has_a_reason_that_fits_a_line():
-    flags = (*TP, "--overlap-grad-reduce")
+    flags = (*TP, "--overlap-grad-reduce", "--fine-grained-activation-offloading")
     for each in environment_of(job(*flags), "hopper"):
         assert 0 < len(each.reason) <= 98, each

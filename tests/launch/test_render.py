@@ -117,8 +117,17 @@ def test_what_cannot_be_rehearsed_is_not_tried(render):
 
     assert '"$@" --switch-dispatch padded \\' in text("--switch-dispatch", "packed")
     assert "--switch-dispatch padded" not in text("--switch-dispatch", "auto")
-    group = text("--switch-capacity-group", "ep", "--switch-dispatch", "packed", *EXPERTS)
-    assert "PREFLIGHT-gpus port}" in group or "cannot be rehearsed" in group
+    for flags in (
+        ("--switch-capacity-group", "ep", "--switch-dispatch", "packed", *EXPERTS),
+        ("--context-parallel-size", "2"),
+        ("--fp8-format", "hybrid"),
+        ("--moe-expert-capacity-factor", "-1"),
+        ("--offload-modules", "core_attn", "moe_act"),
+    ):
+        assert "PREFLIGHT-gpus port}" in text(*flags) or "cannot be rehearsed" in text(*flags)
+    for flags in (("--offload-modules", "core_attn"), ("--optimizer-cpu-offload",)):
+        assert "PREFLIGHT-gpus port}" not in text(*flags)
+        assert "cannot be rehearsed" not in text(*flags)
 
 
 def test_ranks_look_at_their_binding_where_srun_binds_them():

@@ -3,8 +3,9 @@
 import pytest
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.layout.fit import fitted_hardware, fitted_step, read_runs
+from megatron_switch.layout.fit import fitted_hardware, fitted_step
 from megatron_switch.layout.hardware import load_hardware
+from megatron_switch.layout.nccl_output import read_runs
 
 A100 = load_hardware("a100-80gb-hdr")
 

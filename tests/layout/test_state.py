@@ -86,9 +86,24 @@ def test_fully_sharded_state_is_cut_over_all_ranks_and_gathered_by_layers():
     cut = state_bytes(SHAPE, layout, replace(TRAINING, sharding="fully_sharded"))
     assert cut.expert.total == pytest.approx(whole.expert.total / 4, rel=1e-6)
     assert cut.dense.total == pytest.approx(whole.dense.total / 8, rel=1e-6)
-    one_layer = whole.expert.weights / 4 + whole.dense.weights / 8
-    assert cut.gathered == pytest.approx(one_layer * (2 + 2), rel=1e-6)
-    assert whole.gathered == 0
+    # Such a small model is gathered as a whole; gradients of one lot of layers wait.
+    ends = 2 * SHAPE.padded_vocab_size * SHAPE.hidden_size
+    weights, experts = whole.expert.weights + whole.dense.weights, whole.expert.gradients
+    assert len(cut.gathered) == 5  # four sparse layers, and the end
+    assert cut.gathered[0] == pytest.approx(weights + experts / 4, rel=1e-3)
+    lot = (whole.expert.weights + whole.dense.weights - 2 * ends) / 4
+    assert cut.gathered[-1] == pytest.approx(ends * (2 + 4) + 2 * lot, rel=1e-3)
+    assert whole.gathered == ()
+
+
+def test_no_matrix_of_an_expert_is_cut_unless_it_is_transformer_engines():
+    layout = Layout(64, ep=16)  # one expert a rank, and four copies of its two matrices
+    sharded = replace(TRAINING, sharding="fully_sharded")
+    whole = state_bytes(SHAPE, layout, replace(TRAINING, sharding="replicated"))
+    stacked = state_bytes(SHAPE, layout, sharded)
+    single = state_bytes(SHAPE, layout, replace(sharded, transformer_engine=True))
+    assert stacked.expert.total == pytest.approx(whole.expert.total / 2, rel=1e-6)
+    assert single.expert.total == pytest.approx(whole.expert.total / 4, rel=1e-6)
 
 
 def test_fp32_has_no_master():

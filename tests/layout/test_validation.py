@@ -41,6 +41,12 @@ def test_a_layout_that_fits_is_returned(sizes):
     assert layout == Layout.of(sizes)
 
 
+def test_a_dense_model_needs_no_sequence_parallelism():
+    sizes = Sizes(8, tp=2, pp=2)
+    shape = ModelShape(**{**MODEL, "num_experts": None, "sequence_parallel": False})
+    assert validate_layout(sizes, shape) == Layout.of(sizes)
+
+
 def test_what_is_not_given_is_not_checked():
     sizes = Sizes(28, tp=7, pp=2, vp=5)
     assert validate_layout(sizes, ModelShape()) == Layout.of(sizes)

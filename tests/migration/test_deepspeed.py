@@ -204,15 +204,34 @@ def test_what_adam_is_not(tmp_path):
         ),
         ({"train_batch_size": 60}, Job(8), r"60 is no multiple of 1 accumulation steps x 8"),
         (
+            {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 8},
+            Job(),
+            r"line 2, key 'train_batch_size': 60 is no multiple of 8 a micro-batch, on however",
+        ),
+        (
             {**WHOLE, "train_batch_size": 100},
+            Job(),
+            r"100 is no multiple of 4 a micro-batch x 2 accumulation steps, on however many ranks",
+        ),
+        (
+            {**WHOLE, "train_batch_size": 96},
             Job(32),
-            r"key 'train_batch_size': 100 is not 4 a micro-batch x 2 accumulation steps x 32",
+            r"key 'train_batch_size': 96 is not 4 a micro-batch x 2 accumulation steps x 32",
         ),
     ],
 )
 def test_mistakes_are_told_with_line_and_key(tmp_path, config, job, message):
     with pytest.raises(ConfigError, match=message):
         translate(tmp_path, config, job)
+
+
+def test_all_three_batch_sizes_say_how_many_ranks_there_are(tmp_path):
+    found = translate(tmp_path, {**WHOLE, "train_batch_size": 96})
+    assert (
+        "4 a micro-batch x 2 accumulation steps on 12 data-parallel"
+        in (notes(found)["train_batch_size"])
+    )
+    assert found.flags["--global-batch-size"] == "96"
 
 
 def test_model_parallel_ranks_divide_the_job():

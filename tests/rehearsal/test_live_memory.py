@@ -84,6 +84,36 @@ def test_recomputed_activations_are_activations_and_the_rest_of_a_backward_pass_
     assert peak["other"] // KB == 8
 
 
+def test_what_is_made_on_the_host_is_counted_apart_and_so_is_what_is_computed_from_it(observer):
+    memory = observer.memory
+    with memory.making("host"):
+        master = torch.zeros(KB, dtype=torch.uint8)
+    assert memory.is_on_host(master[:5])
+    memory.classify({"dense optimizer": [master]})
+    moment = torch.zeros_like(master)
+    on_device = torch.empty(2 * KB, dtype=torch.uint8)
+    on_device[:KB].copy_(master)
+    assert memory.is_on_host(moment)
+    assert not memory.is_on_host(on_device)
+    assert memory.peak().total == 2 * KB
+    assert memory.peak().host == 2 * KB
+    del moment
+    assert memory.peak().host == 2 * KB  # the most that there was
+
+
+def test_memory_that_is_given_back_and_taken_again_counts_while_it_is_there(observer):
+    memory = observer.memory
+    with memory.making("gathered"):
+        bucket = torch.empty(4 * KB, dtype=torch.uint8)
+    bucket.untyped_storage().resize_(0)
+    memory.resized(bucket)
+    memory.classify({})
+    assert memory.peak().total == 0
+    bucket.untyped_storage().resize_(4 * KB)
+    memory.resized(bucket)
+    assert by_kind(memory) == {"gathered": 4 * KB}
+
+
 class _Inner:
     def __init__(self, group, state):
         self.param_groups = [group]

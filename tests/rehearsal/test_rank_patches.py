@@ -10,7 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_switch.emulation import cuda_on_cpu
-from megatron_switch.rehearsal import patches
+from megatron_switch.rehearsal import offload, patches, sharding
+from megatron_switch.rehearsal.memory import LiveMemory
 from megatron_switch.rehearsal.observer import StepObserver
 from megatron_switch.testing.ranks import run_ranks
 
@@ -32,6 +33,8 @@ def all_patches():
         *patches.rehearsal_patches(bool),
         *patches.step_patches(StepObserver(), print),
         *patches.sample_patches({}),
+        *offload.offload_patches(LiveMemory()),
+        *sharding.sharding_patches(LiveMemory()),
     ]
 
 
@@ -40,6 +43,8 @@ def test_number_of_patches():
     assert {name: packages.count(name) for name in packages} == NUM_PATCHES
     assert len(patches.step_patches(StepObserver(), print)) == 1
     assert len(patches.sample_patches({})) == 1
+    assert len(offload.offload_patches(LiveMemory())) == 7
+    assert len(sharding.sharding_patches(LiveMemory())) == 6
 
 
 def test_every_patch_is_applied_and_undone():
@@ -49,6 +54,8 @@ def test_every_patch_is_applied_and_undone():
         patches.one_of_many_ranks(bool),
         patches.observed_steps(StepObserver(), print),
         patches.known_samples({}),
+        offload.host_memory(LiveMemory()),
+        sharding.cut_over_ranks(LiveMemory()),
     ):
         for target in targets:
             assert current(target) is not originals[target], target

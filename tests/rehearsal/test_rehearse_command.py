@@ -17,6 +17,7 @@ from megatron_switch.layout.model_size import stage_parameters
 from megatron_switch.rehearsal.ranks import sample
 
 EP2 = "--expert-model-parallel-size 2"
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 ORDER = "tp-cp-ep-dp-pp"
 
 
@@ -76,6 +77,15 @@ def test_the_tables_show_memory_side_by_side_and_say_what_it_is(capfd):
         (f"{TINY} --switch-moe", "There is no flag --switch-moe"),
         (SPARSE.replace("--mock-data", ""), "There is nothing to train on"),
         (f"{SPARSE} --global-batch-size 12", "--global-batch-size is 12"),
+        (
+            f"{SPARSE} --use-megatron-fsdp --pipeline-model-parallel-size 2",
+            "Megatron-FSDP knows no pipeline stages",
+        ),
+        (f"{SPARSE} --use-megatron-fsdp", "requires the `fsdp_dtensor` checkpointing format"),
+        (
+            f"{SPARSE} {OFFLOAD} core_attn --transformer-impl local",
+            "Megatron offloads activations only beside Transformer Engine",
+        ),
     ],
 )
 def test_a_mistake_stops_a_rehearsal_with_the_words_of_the_launch(flags, message, capfd):
@@ -94,7 +104,9 @@ def test_a_mistake_stops_a_rehearsal_with_the_words_of_the_launch(flags, message
         (f"{SPARSE} --moe-expert-capacity-factor -1", "positive capacity factors"),
         (f"{SPARSE} --context-parallel-size 2", "Context parallelism cannot be rehearsed"),
         (f"{SPARSE} --fp8-format e4m3", "--fp8-format cannot be rehearsed"),
-        (f"{SPARSE} --use-megatron-fsdp", "--use-megatron-fsdp cannot be rehearsed"),
+        (f"{SPARSE} --use-torch-fsdp2", "--use-torch-fsdp2 cannot be rehearsed"),
+        (f"{SPARSE} --cpu-offloading-num-layers 1", "--cpu-offloading-num-layers cannot be"),
+        (f"{SPARSE} {OFFLOAD} core_attn moe_act", "--offload-modules moe_act cannot be rehearsed"),
     ],
 )
 def test_what_cannot_be_rehearsed_says_so(flags, message, capfd):

@@ -15,6 +15,8 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
         ("plan_layout.py", "plan"),
         ("check_binding.py", "check-binding"),
         ("from_deepspeed.py", "from-deepspeed"),
+        ("rehearse.py", "rehearse"),
+        ("render_launch.py", "render-launch"),
     ],
 )
 def test_a_tool_is_its_command(capsys, monkeypatch, tool, command):
