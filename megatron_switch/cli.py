@@ -6,7 +6,9 @@ job of several ranks rank 0 says it for all.
 
 import logging
 import os
+import select
 import shlex
+import signal
 import sys
 import time
 import warnings
@@ -20,6 +22,7 @@ from megatron_switch.help_text import ShowingDefaults
 
 _USER_ERROR = 2
 _INTERRUPTED = 130  # what shells return for a command that Ctrl-C ended
+_PIPE_CLOSED = 141  # and for one that wrote to a pipe without reader
 _HELP_ALL = "--help-all"
 _HELP = frozenset({"-h", "--help", _HELP_ALL})
 _PATIENCE_S = 3.0  # long enough for rank 0's message to end the job first
@@ -40,13 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; those of this process by default.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
     _quieten_imports()
     if words and words[0] in COMMANDS:
         try:
-            return reporting_errors(lambda: COMMANDS[words[0]].run(words[1:]))
+            code = reporting_errors(lambda: COMMANDS[words[0]].run(words[1:]))
+            sys.stdout.flush()  # here, and not at the end of Python, which would complain
+            return code
         except KeyboardInterrupt:
             print("\nmegatron-switch: interrupted", file=sys.stderr)
             return _INTERRUPTED
+        except BrokenPipeError:
+            if not _reader_has_gone():
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at its end
+            return _PIPE_CLOSED
     parser = ArgumentParser(
         prog="megatron-switch",
         description="Train Switch Transformers with Megatron-Core.",
@@ -57,6 +68,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help="see below")
     parser.parse_args(words)
     raise AssertionError("argparse accepts no other command")
+
+
+def _open_missing_streams() -> None:
+    """Give libraries streams to print to where the process was started without."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _reader_has_gone() -> bool:
+    """Return whether nobody reads standard output any more, as after ``| head``."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _quieten_imports() -> None:
@@ -73,6 +98,7 @@ def reporting_errors(run: Callable[[], int]) -> int:
     except SwitchError as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0":  # the same on every rank, unless something is wrong with this one alone
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training's would save a checkpoint
             time.sleep(_PATIENCE_S)
         where = f" (rank {rank})" if rank != "0" else ""
         print(f"\nmegatron-switch: error{where}: {error}", file=sys.stderr, flush=True)

@@ -24,11 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_switch.atomic import renamed_into_place
 from megatron_switch.checkpoint.contents import read_index
 from megatron_switch.checkpoint.files import TRACKER
 from megatron_switch.checkpoint.norm_names import name_norms_as_stored
+from megatron_switch.checkpoint.unwritten import bytes_to_write, unwritten
+from megatron_switch.errors import CheckpointError
 from megatron_switch.moe.count_log import register_count_hooks
 from megatron_switch.moe.metrics import step_is_spoiled
 from megatron_switch.patching import Patch, applied
@@ -116,7 +119,7 @@ def megatron_repairs() -> tuple[Patch, ...]:
         Patch(
             "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.save",
             "a synchronous save hands its results over through a new process per rank, which "
-            "takes seconds and a copy of torch to start",
+            "takes seconds and a copy of torch to start; and of a full disk its error says nothing",
             wrapper=_save_with_local_queue,
             sha256=("e3bb2e822ccbabc8981c9437847e77eb44f34fb0a8a1d7f14c05f3b5da679422",),
         ),
@@ -314,7 +317,7 @@ class _TrackerRenamed:
 def _save_with_local_queue(
     original: Callable[[Any, Any, Any], None],
 ) -> Callable[[Any, Any, Any], None]:
-    """Give a synchronous save, which writes in this process, a queue of this process."""
+    """Give a synchronous save a queue of this process, which writes it, and say why one fails."""
 
     def save(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -323,10 +326,18 @@ def _save_with_local_queue(
         filesystem_async._results_queue = queue.Queue()
         try:
             original(self, sharded_state_dict, checkpoint_dir)
+        except CheckpointException as error:  # on all ranks
+            needed = bytes_to_write(sharded_state_dict)
+            raise unwritten(Path(checkpoint_dir), needed, _first_failure(error)) from error
         finally:
             filesystem_async._results_queue = shared
 
     return save
+
+
+def _first_failure(error: CheckpointException) -> str:
+    failures = [failure for failure, _ in error.failures.values()]
+    return str(failures[0]) if failures else "rank 0 knows why"  # Megatron tells it alone
 
 
 def _load_by_either_name(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -334,7 +345,14 @@ def _load_by_either_name(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = Path(checkpoint_dir)
         if folder.is_dir():  # not an object store's address
             name_norms_as_stored(sharded_state_dict, read_index(folder).state_dict_metadata)
-        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        try:
+            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        except CheckpointException as error:  # on all ranks
+            raise CheckpointError(
+                f"{checkpoint_dir} is damaged: its files have their sizes, but reading them fails "
+                f"({_first_failure(error)}). Copy it again, or choose another iteration with "
+                "--ckpt-step."
+            ) from error
 
     return load
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -79,12 +80,18 @@ def test_an_error_of_the_users_is_its_message_and_code_2(capsys, error):
 
 
 def test_other_ranks_give_rank_0_time_and_then_name_themselves(capsys, monkeypatch):
-    waits = []
+    on_signal = []
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(cli.time, "sleep", waits.append)
-    assert reporting_errors(raising(ConfigError("no"))) == 2
+    monkeypatch.setattr(
+        cli.time, "sleep", lambda _: on_signal.append(signal.getsignal(signal.SIGTERM))
+    )
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # training saves on it
+    try:
+        assert reporting_errors(raising(ConfigError("no"))) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "\nmegatron-switch: error (rank 3): no\n"
-    assert len(waits) == 1
+    assert on_signal == [signal.SIG_DFL]  # a launcher ends it at once, before it repeats rank 0
 
 
 def test_an_error_of_the_programs_keeps_its_traceback():
@@ -199,3 +206,39 @@ def test_launch_local_needs_a_number_of_ranks(capsys, words, message):
     with pytest.raises(SystemExit, match="2"):
         main(["launch-local", *words])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_reader_that_has_gone_ends_a_command_without_a_traceback(flush):
+    code = (
+        "from megatron_switch.cli import COMMANDS, Command, main\n"
+        f"COMMANDS['try'] = Command('', lambda words: print('x', flush={flush}))\n"
+        "raise SystemExit(main(['try']))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as screen:
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=screen,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_broken_pipe_that_is_not_the_screen_keeps_its_traceback(monkeypatch):
+    monkeypatch.setitem(COMMANDS, "try", Command("for this test", raising_with(BrokenPipeError())))
+    with pytest.raises(BrokenPipeError):
+        main(["try"])
+
+
+def test_a_process_without_streams_gets_some(monkeypatch):
+    monkeypatch.setitem(COMMANDS, "try", Command("for this test", lambda words: print("x") or 0))
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["try"]) == 0
+    assert sys.stdout.name == sys.stderr.name == os.devnull
+    sys.stdout.close()
+    sys.stderr.close()

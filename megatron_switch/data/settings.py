@@ -34,6 +34,7 @@ TRAINED_TYPE = "SentencePieceTokenizer"
 """Megatron's name of the tokenizer that is trained here."""
 
 _MIB = 2**20
+_MOST_TOKENS = 10_000_000  # far more than any text supports; larger ones take minutes to fail
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
@@ -215,6 +216,11 @@ def _training_settings(args: Namespace) -> SentencePieceSettings | None:
     for flag, value in (("--tokenizer-sample-mib", mib), ("--vocab-size", vocab_size)):
         if value < 1:
             raise ConfigError(f"{flag} must be at least 1, got {value}.")
+    if vocab_size > _MOST_TOKENS:
+        raise ConfigError(
+            f"--vocab-size must be at most {_MOST_TOKENS:,}, got {vocab_size:,}. 32,000 to 256,000 "
+            "are usual."
+        )
     sentinels = args.sentinels or 0
     if not 0 <= sentinels < vocab_size:
         raise ConfigError(

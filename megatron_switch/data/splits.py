@@ -1,4 +1,4 @@
-"""Whether ``--split`` leaves every split something to read.
+"""Whether ``--split`` leaves every split that is read something to read.
 
 Megatron gives each split a range of documents, rounded. A split that is asked for and gets no
 document makes it count epochs of nothing for ever, without a word. The arithmetic is Megatron's;
@@ -6,6 +6,7 @@ what is added is the question.
 """
 
 import math
+from collections.abc import Collection
 
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
@@ -14,26 +15,29 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 
 from megatron_switch.errors import DataError
 
-_NAMES = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test")
 
 
-def check_splits(prefix: str, documents: int, split: str) -> None:
-    """Raise DataError if a split that ``split`` asks for gets no document.
+def check_splits(
+    prefix: str, documents: int, split: str, *, read: Collection[str] = SPLITS
+) -> None:
+    """Raise DataError if a split that ``split`` asks for, and that is read, gets no document.
 
     Args:
         prefix: Path of the token files without suffix, for the message.
         documents: Number of documents in them.
         split: Value of ``--split``: weights of train, validation and test.
+        read: The splits that the run reads.
     """
     counts = documents_of_splits(documents, split)
-    empty = [name for name, count in counts.items() if count == 0]
+    empty = [name for name, count in counts.items() if count == 0 and name in read]
     if empty:
         shares = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise DataError(
             f"{prefix} has {documents} documents, and --split {split} leaves none for "
             f"{' and '.join(empty)} ({shares}). Give larger weights to what is empty (--split "
-            "80,10,10) or weight 0 to what is not wanted (--split 100,0,0 with --eval-iters 0), "
-            "or cut the text into more documents (megatron-switch prepare --document-separator)."
+            "80,10,10), do without (--eval-iters 0), or cut the text into more documents "
+            "(megatron-switch prepare --document-separator)."
         )
 
 
@@ -52,12 +56,12 @@ def split_weights(split: str) -> tuple[float, float, float]:
     except ValueError:
         weights = []
     known = all(math.isfinite(weight) and weight >= 0 for weight in weights)
-    if not (1 <= len(weights) <= len(_NAMES) and known and sum(weights) > 0):
+    if not (1 <= len(weights) <= len(SPLITS) and known and sum(weights) > 0):
         raise DataError(
             "--split takes the weights of train, validation and test data, at least 0 and not all "
             f"0, got {split!r}. Example: --split 98,1,1."
         )
-    train, validation, test = weights + [0.0] * (len(_NAMES) - len(weights))
+    train, validation, test = weights + [0.0] * (len(SPLITS) - len(weights))
     return train, validation, test
 
 
@@ -66,6 +70,6 @@ def documents_of_splits(documents: int, split: str) -> dict[str, int]:
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     return {
         name: round(span[1] * documents) - round(span[0] * documents)
-        for name, span in zip(_NAMES, bounds, strict=True)
+        for name, span in zip(SPLITS, bounds, strict=True)
         if span is not None
     }

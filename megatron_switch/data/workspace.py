@@ -84,7 +84,7 @@ class Workspace:
         """Return the report of a finished preparation from the same inputs and settings."""
         try:
             report = json.loads(self.report.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         same = isinstance(report, dict) and report.get("fingerprint") == self.fingerprint
         return report if same else None
@@ -110,7 +110,7 @@ class Workspace:
         """Return whether unfinished work of the same fingerprint is there."""
         try:
             state = json.loads(self._state.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return False
         return isinstance(state, dict) and state.get("fingerprint") == self.fingerprint
 

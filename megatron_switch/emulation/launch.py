@@ -49,6 +49,7 @@ _POLL_S = 0.02
 _FAILED = 1
 _EXPLAINED = 2  # a mistake of the user's: the rank has said what it is
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is 128 + n
+_NOTE = "What rank "  # how a note on a rank's log begins
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 _HEAVY_MODULES = (
@@ -150,7 +151,9 @@ class _Failure:
 
     @property
     def last_line(self) -> str:
-        return self.text.rstrip().rpartition("\n")[2]
+        """The error itself, which stands below its traceback and above notes."""
+        lines = self.text.rstrip().split("\n")
+        return next((line for line in reversed(lines) if not line.startswith(_NOTE)), "")
 
 
 class _Ranks:

@@ -27,6 +27,7 @@ from megatron_switch.data.padding import (
     MaskedGPTDataset,
     MaskedMockGPTDataset,
 )
+from megatron_switch.errors import DataError
 from megatron_switch.moe.counter import mix
 from megatron_switch.moe.loss_tokens import set_loss_tokens
 from megatron_switch.moe.step_key import set_step_key
@@ -96,10 +97,13 @@ def build_datasets(
     Args:
         args: Megatron's arguments.
         tokenizer: What Megatron makes of them.
-        num_samples: Least number of samples of each.
+        num_samples: Least number of samples of each; one that gets 0 is not built.
         is_built_here: Whether this rank reads data; all ranks must call.
         sequence_length: Tokens of a sample.
         extra_token: Whether labels are a sample's tokens one place further on.
+
+    Raises:
+        DataError: Megatron's index of samples cannot be kept on disk.
     """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -122,12 +126,25 @@ def build_datasets(
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
-    return BlendedMegatronDatasetBuilder(
+    if config.split_matrix is not None:
+        for index, number in enumerate(num_samples):
+            if number == 0:  # nothing is read; Megatron would want documents for it all the same
+                config.split_matrix[index] = None
+    builder = BlendedMegatronDatasetBuilder(
         MaskedMockGPTDataset if args.mock_data else MaskedGPTDataset,
         num_samples,
         is_built_here,
         config,
-    ).build()
+    )
+    try:
+        return builder.build()
+    except Exception as error:  # the class that Megatron raises
+        if isinstance(error.__cause__, OSError):
+            raise DataError(
+                f"The order of samples cannot be written: {error.__cause__}. Give a folder that "
+                "can be to --data-cache-path; without it the data's own folder is used."
+            ) from error
+        raise
 
 
 class ForwardStep:

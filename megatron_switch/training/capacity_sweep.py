@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -39,8 +39,10 @@ from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.moe.statistics import RoutingReport
 from megatron_switch.training.batch import build_datasets
 from megatron_switch.training.console import Console
+from megatron_switch.training.data_checks import check_token_files
 from megatron_switch.training.model import sparse_layers
 from megatron_switch.training.parsers import SWEPT_FACTORS, capacity_sweep_parser
+from megatron_switch.training.progress import steps_progress
 from megatron_switch.training.trained_model import TrainedModel, open_trained_model
 
 SCHEMA = "megatron-switch/capacity-sweep/1"
@@ -111,14 +113,16 @@ def sweep(
     tracker = SwitchMetricsTracker(sparse_layers(model.args), model.args.num_experts)
     set_moe_metrics_tracker(tracker)
     rows = []
-    for factor in factors:
-        for router in routers:
-            router.switch = replace(router.switch, capacity=None, eval_capacity_factor=factor)
-        loss = _mean_loss(model, batches)
-        report = tracker.report_evaluation()
-        assert report is not None, "a model with routers has layers with experts"
-        slots = routers[0].capacity_of(*_shape_on_this_rank(model, batches[0]))
-        rows.append(_row(factor, slots, loss, report))
+    steps = len(factors) * len(batches)
+    with steps_progress("evaluating", steps, shown=dist.get_rank() == 0) as advance:
+        for factor in factors:
+            for router in routers:
+                router.switch = replace(router.switch, capacity=None, eval_capacity_factor=factor)
+            loss = _mean_loss(model, batches, advance)
+            report = tracker.report_evaluation()
+            assert report is not None, "a model with routers has layers with experts"
+            slots = routers[0].capacity_of(*_shape_on_this_rank(model, batches[0]))
+            rows.append(_row(factor, slots, loss, report))
     return rows
 
 
@@ -135,24 +139,22 @@ def validation_batches(model: TrainedModel, own: Namespace) -> list[dict[str, Te
     """
     if own.samples < 1:
         raise ConfigError(f"At least one sequence must be read, got --samples {own.samples}.")
+    if own.micro_batch_size is not None and own.micro_batch_size < 1:
+        raise ConfigError(f"--micro-batch-size must be at least 1, got {own.micro_batch_size}.")
     args = _data_arguments(model, own)
     size = own.micro_batch_size or getattr(args, "eval_micro_batch_size", None)
     size = size or args.micro_batch_size
+    if not args.mock_data:
+        check_token_files(args, vocab_size=model.tokenizer.vocab_size, read=["validation"])
     place, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    try:
-        _, validation, _ = build_datasets(
-            args,
-            model.tokenizer.built,
-            [0, own.samples, 0],
-            lambda: True,
-            sequence_length=model.context_length,
-            extra_token=True,
-        )
-    except (AssertionError, OSError, ValueError) as error:  # Megatron asserts that files exist
-        raise DataError(
-            f"The data that the checkpoint names cannot be read: {error}. Say where they are now "
-            "with --data-path."
-        ) from error
+    _, validation, _ = build_datasets(
+        args,
+        model.tokenizer.built,
+        [0, own.samples, 0],
+        lambda: True,
+        sequence_length=model.context_length,
+        extra_token=True,
+    )
     if validation is None:
         raise DataError(
             f"There is no validation data: --split is {args.split}. Give a split with some "
@@ -178,7 +180,9 @@ def _cut(
         yield filled_up(batch, size)
 
 
-def _mean_loss(model: TrainedModel, batches: Sequence[dict[str, Tensor]]) -> float:
+def _mean_loss(
+    model: TrainedModel, batches: Sequence[dict[str, Tensor]], advance: Callable[[], None]
+) -> float:
     """Return the mean loss over the real tokens of all data-parallel ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device="cuda")
     for given in batches:
@@ -195,6 +199,7 @@ def _mean_loss(model: TrainedModel, batches: Sequence[dict[str, Tensor]]) -> flo
         )
         mask_T = batch["loss_mask"].flatten()
         sums += torch.stack([(loss_T * mask_T).sum(), mask_T.sum()])
+        advance()
     dist.all_reduce(sums, group=mpu.get_data_parallel_group())
     total, tokens = sums.tolist()
     mean: float = total / max(tokens, 1.0)

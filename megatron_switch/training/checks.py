@@ -65,6 +65,7 @@ def check_before_megatron(
     _check_required(args)
     _check_batch_growth(args)
     _check_model(args)
+    _check_savings(args)
     if args.switch_arch == "t5":
         check_t5(args)
     ignored = ignored_switch_flags(args, switch, line.explicit)
@@ -185,6 +186,18 @@ def _check_model(args: Namespace) -> None:
         raise ConfigError(
             f"--moe-layer-freq says of each layer whether it has experts, and has {len(pattern)} "
             f"entries for {args.num_layers} layers. Give as many as --num-layers."
+        )
+
+
+def _check_savings(args: Namespace) -> None:
+    """Refuse a way to save memory that breaks while the model is built."""
+    stages = args.pipeline_model_parallel_size
+    if args.use_megatron_fsdp and stages > 1:
+        raise ConfigError(
+            "Megatron-FSDP knows no pipeline stages: its mesh of ranks has axes for data and "
+            "tensor parallelism only, got --use-megatron-fsdp and "
+            f"--pipeline-model-parallel-size {stages}. Give 1, or keep "
+            "--use-distributed-optimizer alone."
         )
 
 

@@ -6,12 +6,14 @@ says; everything goes to a log file, one a rank. A sound run produces half a doz
 need no action (:mod:`megatron_switch.training.known_warnings`): the log explains each below the
 first of its kind, and the screen has one line that says so.
 
-Without a run folder the log lives in a temporary file, which stays only if the run fails.
+The log lives in a temporary file, which stays only if the run fails. With a run folder it moves
+there once the run is sure to start, so that a refused one leaves no trace.
 """
 
 import logging
 import os
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -37,30 +39,26 @@ class Console:
     """Splits standard output into screen and log while its block runs.
 
     Args:
-        log_folder: Folder for one log a rank, or None for a temporary file.
+        log_folder: Folder for one log a rank after :meth:`settle`, or None for a temporary file.
         rank: This process's rank; only rank 0 speaks through :meth:`say`.
     """
 
     def __init__(self, log_folder: Path | None, *, rank: int) -> None:
         self._rank = rank
         self._screen = sys.stdout
-        self._temporary = log_folder is None
-        if log_folder is None:
-            handle, name = tempfile.mkstemp(prefix=f"megatron-switch-{rank}-", suffix=".log")
-            os.close(handle)
-            self.log_path = Path(name)
-        else:
-            log_folder.mkdir(parents=True, exist_ok=True)
-            self.log_path = log_folder / f"rank-{rank}.log"
+        self._log_folder = log_folder
+        self._temporary = True
+        handle, name = tempfile.mkstemp(prefix=f"megatron-switch-{rank}-", suffix=".log")
+        os.close(handle)
+        self.log_path = Path(name)
         self._log: TextIO
         self._explained: set[str] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> "Console":
         """Take over standard output, warnings and log records."""
-        self._log = self._stack.enter_context(
-            self.log_path.open("a", encoding="utf-8", buffering=1)
-        )
+        self._log = self.log_path.open("a", encoding="utf-8", buffering=1)
+        self._stack.callback(lambda: self._log.close())  # of whatever it is by then
         self._screen = sys.stdout
         splitter = _Splitter(self._screen, self._note)
         self._stack.callback(splitter.close)
@@ -87,6 +85,19 @@ class Console:
         else:
             error.add_note(f"What rank {self._rank} printed before: {self.log_path}")
 
+    def settle(self) -> None:
+        """Move the log into its folder, if it has one: the run has begun."""
+        if self._log_folder is None or not self._temporary:
+            return
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        path = self._log_folder / f"rank-{self._rank}.log"
+        log = path.open("a", encoding="utf-8", buffering=1)
+        self._log.close()
+        with self.log_path.open(encoding="utf-8") as before:
+            shutil.copyfileobj(before, log)
+        self.log_path.unlink()
+        self._log, self.log_path, self._temporary = log, path, False
+
     def say(self, text: str) -> None:
         """Print to the screen, once for all ranks, and to the log."""
         self._log.write(text + "\n")
@@ -97,9 +108,9 @@ class Console:
     def log_text(self) -> str:
         """Where all output is, for the start-up text."""
         known = "all output; warnings that need no action are explained there"
-        if self._temporary:
+        if self._log_folder is None:
             return f"{self.log_path}, kept only if the run fails: {known}"
-        return f"{self.log_path.parent}: {known}"
+        return f"{self._log_folder}: {known}"
 
     def _note(self, line: str) -> None:
         """Write a line to the log; if it is a known warning, explain it the first time."""

@@ -2,14 +2,16 @@
 
 import math
 from argparse import Namespace
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megatron.training import get_tokenizer
 
 from megatron_switch.data.check import check_indexed_dataset
 from megatron_switch.data.span_corruption import check_sentinels
-from megatron_switch.data.splits import check_splits, split_weights
+from megatron_switch.data.splits import SPLITS, check_splits, split_weights
 from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.training.named_data import named_data
 from megatron_switch.training.t5_arguments import reads_pairs
 from megatron_switch.training.t5_batch import check_pair_files, sentinels, span_plan
 
@@ -20,7 +22,6 @@ _OTHER_DATA_SETS = (
     "hybrid_context_parallel",
 )
 _FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-_BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 def check_data_flags(args: Namespace) -> None:
@@ -30,12 +31,15 @@ def check_data_flags(args: Namespace) -> None:
         ConfigError: Flags that contradict one another.
         DataError: No training data, no tokenizer, or weights that are none.
     """
-    _check_sources(args)
-    for name in _BLENDS:
-        _check_blend(_flag(name), getattr(args, name) or [])
+    named = named_data(args)
+    _check_sources(args, named)
+    for name, words in named.items():
+        _check_blend(_flag(name), words)
     if args.split is not None:
         split_weights(args.split)
-    _check_validation(args)
+    if not (args.skip_train or args.mock_data):
+        _check_training(args, named)
+    _check_validation(args, named)
 
 
 def check_data(args: Namespace) -> tuple[str, ...]:
@@ -55,15 +59,31 @@ def check_data(args: Namespace) -> tuple[str, ...]:
         return ()
     if pairs:
         return check_pair_files(args)
-    for prefix in _prefixes(args):
-        facts = check_indexed_dataset(prefix, vocab_size=get_tokenizer().vocab_size)
-        if args.split is not None and prefix in (args.data_path or []):
-            check_splits(prefix, facts.sequences, args.split)
+    check_token_files(args, vocab_size=get_tokenizer().vocab_size, read=_splits_read(args))
     return ()
 
 
-def _check_sources(args: Namespace) -> None:
-    if not (args.mock_data or _prefixes(args) or _listed_elsewhere(args)):
+def check_token_files(args: Namespace, *, vocab_size: int, read: Collection[str]) -> None:
+    """Check the token files that arguments name.
+
+    Args:
+        args: Arguments, of this run or of a checkpoint.
+        vocab_size: Number of tokens that there are.
+        read: The splits that are read.
+
+    Raises:
+        DataError: A file is missing, damaged, holds tokens outside the vocabulary, or has no
+            document for a split that is read.
+    """
+    named = named_data(args)
+    for prefix in _prefixes(named):
+        facts = check_indexed_dataset(prefix, vocab_size=vocab_size)
+        if args.split is not None and prefix in named.get("data_path", []):
+            check_splits(prefix, facts.sequences, args.split, read=read)
+
+
+def _check_sources(args: Namespace, named: Mapping[str, list[str]]) -> None:
+    if not (args.mock_data or named):
         raise DataError(
             "There is nothing to train on: no --data-path was given. Prepare text with "
             "'megatron-switch prepare' (--stdlib needs no files at all) and pass the --data-path "
@@ -106,7 +126,21 @@ def _check_blend(flag: str, words: list[str]) -> None:
         )
 
 
-def _check_validation(args: Namespace) -> None:
+def _check_training(args: Namespace, named: Mapping[str, list[str]]) -> None:
+    """Refuse data of which none is for training: Megatron would do nothing and end well."""
+    if not {"data_path", "train_data_path"} & named.keys():
+        raise DataError(
+            "There is nothing to train on: --valid-data-path and --test-data-path name data to "
+            "evaluate on only. Add --train-data-path."
+        )
+    if "data_path" in named and args.split is not None and split_weights(args.split)[0] == 0:
+        raise DataError(
+            f"There is nothing to train on: --split {args.split} gives training weight 0. Give it "
+            "a share (--split 98,1,1), or add --skip-train to evaluate only."
+        )
+
+
+def _check_validation(args: Namespace, named: Mapping[str, list[str]]) -> None:
     """Refuse what Megatron stops at after it has trained up to the first evaluation."""
     if args.full_validation and not args.multiple_validation_sets:
         raise ConfigError(
@@ -120,7 +154,7 @@ def _check_validation(args: Namespace) -> None:
             "--multiple-validation-sets. Leave --test-data-path out, or name that data as one more "
             "validation set."
         )
-    if args.eval_iters and not args.mock_data and not _has_validation(args):
+    if args.eval_iters and not args.mock_data and not _has_validation(args, named):
         raise DataError(
             f"Nothing is left to evaluate on, but --eval-iters is {args.eval_iters}. Add "
             "--eval-iters 0, or give validation a share (--split 98,1,1) or data of its own "
@@ -128,20 +162,21 @@ def _check_validation(args: Namespace) -> None:
         )
 
 
-def _has_validation(args: Namespace) -> bool:
-    if args.train_data_path:
-        return bool(args.valid_data_path)
+def _splits_read(args: Namespace) -> tuple[str, ...]:
+    """Return the names of the splits that the run reads."""
+    train, *evaluated = SPLITS
+    return (*(() if args.skip_train else (train,)), *(evaluated if args.eval_iters else ()))
+
+
+def _has_validation(args: Namespace, named: Mapping[str, list[str]]) -> bool:
+    if "data_path" not in named:
+        return "valid_data_path" in named
     return args.split is None or split_weights(args.split)[1] > 0
 
 
-def _prefixes(args: Namespace) -> list[str]:
-    """Return the path prefixes named on the command line, without blending weights."""
-    named = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
-    return [word for words in named for word in words or [] if not _is_weight(word)]
-
-
-def _listed_elsewhere(args: Namespace) -> bool:
-    return args.data_args_path is not None or args.per_split_data_args_path is not None
+def _prefixes(named: Mapping[str, list[str]]) -> list[str]:
+    """Return the path prefixes among the words that name data, without blending weights."""
+    return [word for words in named.values() for word in words if not _is_weight(word)]
 
 
 def _is_weight(word: str) -> bool:

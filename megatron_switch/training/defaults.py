@@ -128,13 +128,17 @@ _NOT_ON_CPU = {
     "tp_comm_overlap": "--tp-comm-overlap",
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_torch_fsdp2": "--use-torch-fsdp2",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "profile": "--profile",
 }
 
 
 def _refuse_engine(line: CommandLine, device: Literal["cuda", "cpu"]) -> None:
     if "transformer_impl" in line.explicit and line.args.transformer_impl == "transformer_engine":
-        missing = "a GPU, and this run is on the CPU (--switch-device). Leave"
+        missing = (
+            "a GPU, and this run is on the CPU (--switch-device); where there is one, the engine "
+            "comes with pip install 'megatron-switch[te]'. Leave"
+        )
         if device == "cuda":
             missing = (
                 "Transformer Engine, which is not installed. Install it with pip install "

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_switch.data import prepare
-from megatron_switch.errors import SwitchError
+from megatron_switch.errors import ConfigError, SwitchError
 from megatron_switch.training.process_memory import PeakMemory
 
 NUM_RANKS = 4
@@ -42,7 +42,7 @@ _LAYOUT_FLAGS = """
 """
 _TRAINING_FLAGS = """
     --micro-batch-size 8 --global-batch-size 16 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
-    --lr-warmup-iters 20 --clip-grad 1.0 --weight-decay 0.01 --hidden-dropout 0
+    --lr-warmup-fraction 0.1 --clip-grad 1.0 --weight-decay 0.01 --hidden-dropout 0
     --attention-dropout 0 --eval-interval 1000 --eval-iters 4 --split 98,1,1 --log-interval 10
 """
 _BAR_WIDTH = 28
@@ -60,10 +60,21 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Prepare, train, report; returns the exit code."""
+    """Prepare, train, report; returns the exit code.
+
+    Raises:
+        ConfigError: A flag that would only fail after the preparation.
+    """
+    if args.iterations < 1:
+        raise ConfigError(f"--iterations must be at least 1, got {args.iterations}.")
     screen = Console()
     data, folder = args.output / "data", args.output / "run"
-    args.output.mkdir(parents=True, exist_ok=True)
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {args.output} cannot be made: {error}. Give a folder that can be written."
+        ) from error
     screen.rule("1. Text: the Python standard library")
     _prepare("--stdlib", "--vocab-size", str(args.vocab_size), "--output", str(data))
     flags = [

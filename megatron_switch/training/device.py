@@ -14,7 +14,15 @@ import torch
 
 from megatron_switch.errors import ConfigError
 
-_SLURM_GPU_VARIABLES = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_GPUS")
+_SLURM_GPU_VARIABLES = (
+    "SLURM_JOB_GPUS",
+    "SLURM_STEP_GPUS",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK",
+)
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _DEVICE_FOLDER = Path("/dev")
 _NO_DEVICE = ("", "-1", "NoDevFiles")  # hidden on purpose, by the user or by SLURM

@@ -17,13 +17,16 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_switch.checkpoint.contents import read_common_state
+from megatron_switch.data.check import check_indexed_dataset
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.moe.routed import RoutedTokens
 from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.moe.specialisation import TokenLift, highest_lifts
 from megatron_switch.training.console import Console
 from megatron_switch.training.model import sparse_layers
+from megatron_switch.training.named_data import named_data
 from megatron_switch.training.parsers import experts_parser
+from megatron_switch.training.progress import steps_progress
 from megatron_switch.training.trained_model import TrainedModel, open_trained_model
 
 
@@ -42,6 +45,13 @@ def run(argv: Sequence[str]) -> int:
             "There is no model: --load was not given. Name a checkpoint folder, or the "
             "--switch-run-dir of a training."
         )
+    for flag, count in (
+        ("--sequences", own.sequences),
+        ("--num-tokens", own.num_tokens),
+        ("--min-count", own.min_count),
+    ):
+        if count < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {count}.")
     screen = sys.stdout
     with (
         redirect_stdout(sys.stderr),
@@ -88,13 +98,18 @@ def observe(model: TrainedModel, num_sequences: int) -> tuple[Tensor, Tensor]:
             f"Experts are looked at on one rank, got {model.args.world_size}. Run the command "
             "without a launcher: a checkpoint opens in any layout."
         )
+    sequences = list(_sequences(model, num_sequences))
     tokens, experts = [], []
-    with _chosen_by(routers[-1]) as chosen:
-        for tokens_S in _sequences(model, num_sequences):
+    with (
+        _chosen_by(routers[-1]) as chosen,
+        steps_progress("reading sequences", len(sequences)) as advance,
+    ):
+        for tokens_S in sequences:
             tokens_BS = tokens_S.unsqueeze(0)
             model.logits(tokens_BS, torch.zeros_like(tokens_BS, dtype=torch.bool))
             tokens.append(tokens_S)
             experts.append(chosen.pop())
+            advance()
     return torch.cat(tokens), torch.cat(experts)
 
 
@@ -138,23 +153,21 @@ def _chosen_by(router: SwitchRouter) -> Iterator[list[Tensor]]:
 
 def _sequences(model: TrainedModel, num_sequences: int) -> Iterator[Tensor]:
     """Yield the middle of documents, as many tokens as the context holds."""
-    stored = read_common_state(model.checkpoint.folder).get("args")
-    paths = model.args.data_path or getattr(stored, "data_path", None) or []
-    if not paths:
+    named = named_data(model.args)
+    if not named:
+        stored = read_common_state(model.checkpoint.folder).get("args")
+        named = {} if stored is None else named_data(stored)
+    words = named.get("data_path") or named.get("train_data_path")
+    if not words:
         raise DataError(
             "There is no text to look at: the checkpoint names no data. Give the prepared data "
             "with --data-path."
         )
-    prefixes, _ = get_blend_from_list(paths)
-    try:
-        data = IndexedDataset(prefixes[0])
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"The data {prefixes[0]} that the checkpoint names cannot be read: {error}. Say where "
-            "it is now with --data-path."
-        ) from error
-    step = max(1, len(data) // num_sequences)
-    for document in range(0, len(data), step):
+    prefixes, _ = get_blend_from_list(words)
+    check_indexed_dataset(prefixes[0], vocab_size=model.tokenizer.vocab_size)
+    data = IndexedDataset(prefixes[0])
+    count = min(num_sequences, len(data))
+    for document in (number * len(data) // count for number in range(count)):
         length = int(data.sequence_lengths[document])
         width = min(model.context_length, length)
         tokens = data.get(document, offset=(length - width) // 2, length=width)

@@ -38,7 +38,7 @@ class _Range:
             parts.append(f"{'at least' if self.least_itself else 'above'} {self.least:g}")
         if self.most < math.inf:
             parts.append(f"{'at most' if self.most_itself else 'below'} {self.most:g}")
-        return " and ".join(parts) or "a finite number"
+        return " and ".join(parts) or "a number"
 
 
 _COUNT = _Range(1, _LARGEST)
@@ -134,13 +134,17 @@ def check_flag_values(args: Namespace) -> None:
         args: Parsed arguments, before anything is derived from them.
     """
     wrong = [
-        f"\n  --{name.replace('_', '-')} {value:g}: must be {allowed}."
+        f"\n  --{name.replace('_', '-')} {value:g}: must be {_finite(value)}{allowed}."
         for name, allowed in _RANGES.items()
         for value in _numbers(getattr(args, name, None))
         if not allowed.holds(value)
     ]
     if wrong:
         raise ConfigError(f"These flags cannot have the values that were given:{''.join(wrong)}")
+
+
+def _finite(value: float) -> str:
+    return "" if math.isfinite(value) else "finite and "
 
 
 def _numbers(value: object) -> Iterator[float]:

@@ -30,8 +30,13 @@ def validate(args: Namespace) -> None:
     Raises:
         ConfigError: Megatron asserts or raises; the message holds its own words.
     """
-    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
-        # Before Blackwell, Megatron asserts this: one queue keeps communication in order.
+    several = (
+        args.use_megatron_fsdp or args.use_torch_fsdp2 or args.overlap_moe_expert_parallel_comm
+    )
+    cut = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    if cut and not several:
+        # Before Blackwell, Megatron asserts this: one queue keeps communication in order. It
+        # refuses it where more than one is used.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     try:
         validate_args(args)
@@ -48,10 +53,18 @@ def begin_megatron(args: Namespace) -> None:
         DataError: The tokenizer cannot be built.
         LayoutError: The tensor-parallel size does not divide the padded vocabulary.
     """
-    # While ranks still look for one another there is nothing to save: a signal ends them.
-    saves_on_signal, args.exit_signal_handler = args.exit_signal_handler, False
+    # While ranks still look for one another there is nothing to save: a signal ends them. And what
+    # is logged to is opened last, by open_writers: the run may still be refused.
+    later = {
+        "exit_signal_handler": False,
+        "tensorboard_dir": None,
+        "wandb_project": "",
+        "enable_one_logger": False,
+    }
+    wanted = {name: getattr(args, name) for name in later}
+    vars(args).update(later)
     set_global_variables(args, build_tokenizer=False)
-    args.exit_signal_handler = saves_on_signal
+    vars(args).update(wanted)
     try:
         rebuild_tokenizer(args)
     except Exception as error:  # whatever the tokenizer's own library raises
@@ -64,6 +77,13 @@ def begin_megatron(args: Namespace) -> None:
         make_divisible_by=args.make_vocab_size_divisible_by,
         tensor_parallel_size=args.tensor_model_parallel_size,
     )
+
+
+def open_writers(args: Namespace) -> None:
+    """Open on the last rank what is logged to: TensorBoard's file, the W&B run, One Logger."""
+    global_vars._set_tensorboard_writer(args)
+    global_vars._set_wandb_writer(args)
+    global_vars._set_one_logger(args)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from megatron_switch.errors import ConfigError
 
 _NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 """Variables, with their least value."""
+_HOSTS = {"SLURM_JOB_NUM_NODES": 1}
 _ALL = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -22,7 +23,7 @@ def check_rank_environment(environ: Mapping[str, str]) -> None:
     Args:
         environ: The process environment.
     """
-    for name, least in _NUMBERS.items():
+    for name, least in (_NUMBERS | _HOSTS).items():
         value = environ.get(name, str(least))
         if not value.isdecimal() or int(value) < least:
             raise ConfigError(

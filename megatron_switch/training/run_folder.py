@@ -141,12 +141,13 @@ class RunFolder:
             )
 
     def hold(self) -> None:
-        """Keep every other run out of the folder until this process ends.
+        """Keep every other run out of the folder, if it exists, until this process ends.
 
         Raises:
             ConfigError: Another process trains in it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is not None or not self.path.exists():
+            return
         self._lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +171,6 @@ class RunFolder:
         """
         if self._run.exists():
             self._compare(args)
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def describe(self, args: Namespace, argv: list[str], device: str) -> None:
         """Write ``run.json`` and ``resume.sh``."""

@@ -39,19 +39,26 @@ from megatron_switch.training.flag_values import check_flag_values
 from megatron_switch.training.megatron import (
     begin_megatron,
     install_writer,
+    open_writers,
     process_groups,
     training_seconds,
     validate,
 )
 from megatron_switch.training.metrics_file import MetricsFile, StepWriter
 from megatron_switch.training.model import model_config, resolve_dispatch, sparse_layers
+from megatron_switch.training.model_memory import check_model_memory
 from megatron_switch.training.nonfinite import NonFiniteGuard
 from megatron_switch.training.rank_environment import check_meeting_port, check_rank_environment
 from megatron_switch.training.resume import find_what_to_load, with_checkpoint_args
 from megatron_switch.training.run_folder import RunFolder
+from megatron_switch.training.schedule_check import check_schedule
 from megatron_switch.training.slurm import slurm_ranks
 from megatron_switch.training.t5_batch import T5ForwardStep, t5_datasets_provider
-from megatron_switch.training.write_targets import check_write_targets
+from megatron_switch.training.write_targets import (
+    check_write_targets,
+    explain_full_disk,
+    make_write_targets,
+)
 
 if TYPE_CHECKING:
     from megatron_switch.rehearsal.stage import Observed
@@ -144,15 +151,40 @@ class _Run:
         log_folder = None if self._folder is None else self._folder.log
         with Console(log_folder, rank=args.rank) as console:
             validate(args)
+            check_schedule(args)
+            if self._rehearsal is not None:
+                self._rehearsal.validated(args)
             if self._folder is not None and args.rank == 0:
                 self._folder.claim(args)
             begin_megatron(args)
             self._notes += check_data(args)
             self._notes += find_what_to_load(args)
             model = model_config(args, self._switch)
+            if self._rehearsal is None:
+                self._check_memory(layout)
+                if args.rank == 0:
+                    self._take_places()
             self._announce(console, layout)
             with process_groups(args), self._stage():
+                # The first rank has found nothing to refuse, or it would not have come here.
+                console.settle()
+                open_writers(args)
                 self._train(model, console)
+
+    def _check_memory(self, layout: Layout) -> None:
+        check_model_memory(
+            self._args,
+            layout,
+            sparse_layers=sparse_layers(self._args),
+            device=self._device,
+            ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
+
+    def _take_places(self) -> None:
+        """Make what the run writes to, now that nothing can refuse it."""
+        make_write_targets(self._args)
+        if self._folder is not None:
+            self._folder.hold()
 
     def _stage(self) -> AbstractContextManager[None]:
         if self._rehearsal is None:
@@ -214,6 +246,9 @@ class _Run:
         except RuntimeError as error:
             if guard is not None:
                 guard.explain(error)
+            raise
+        except OSError as error:
+            explain_full_disk(error, args)
             raise
         finally:
             if writer is not None:

@@ -1,19 +1,25 @@
 """Places that a run will write to, tried before it starts.
 
 A checkpoint folder that cannot be written is otherwise found out at the first save, and everything
-learnt until then is lost.
+learnt until then is lost. What does not exist yet is tried in the folder that will hold it, and
+made only when nothing else can refuse the run: a refused one leaves no trace.
 """
 
+import errno
+import importlib.util
 import os
 import tempfile
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_switch.errors import ConfigError
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def check_write_targets(args: Namespace) -> None:
-    """Make the folders that the arguments name, and write a file into each.
+    """Write a file into each folder that the arguments name, or into the one that will hold it.
 
     Args:
         args: Arguments, with the run folder's places filled in.
@@ -21,6 +27,60 @@ def check_write_targets(args: Namespace) -> None:
     Raises:
         ConfigError: Naming the flag and what the system says.
     """
+    _check_wandb(args)
+    for flag, shown, folder in _targets(args):
+        try:
+            with tempfile.TemporaryFile(dir=_nearest_existing(folder)):
+                pass
+        except OSError as error:
+            raise _refusal(flag, shown, error) from error
+    if args.switch_metrics_file:
+        file = Path(args.switch_metrics_file)
+        if file.is_dir():
+            raise ConfigError(f"--switch-metrics-file {file} is a folder. Give a file's name.")
+        if file.exists() and not os.access(file, os.W_OK):
+            raise ConfigError(
+                f"--switch-metrics-file {file} may not be written. Give another file."
+            )
+
+
+def make_write_targets(args: Namespace) -> None:
+    """Make the folders that the arguments name.
+
+    Args:
+        args: Arguments, checked by :func:`check_write_targets`.
+
+    Raises:
+        ConfigError: Naming the flag and what the system says.
+    """
+    for flag, shown, folder in _targets(args):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _refusal(flag, shown, error) from error
+
+
+def explain_full_disk(error: OSError, args: Namespace) -> None:
+    """Raise ConfigError if something could not be written while training for lack of room.
+
+    A checkpoint that does not fit is explained where it is saved; this is for all else, such as the
+    metrics file or the log.
+
+    Args:
+        error: What a write raised.
+        args: Arguments, with the run folder's places filled in.
+    """
+    if error.errno in _NO_ROOM:
+        places = ", ".join(f"{flag} {shown}" for flag, shown, _ in _targets(args))
+        raise ConfigError(
+            f"There is no room left for what the run writes: {error}. Free some, or give another "
+            f"place ({places or 'TMPDIR'}), and start again: the run goes on from its newest whole "
+            "checkpoint."
+        ) from error
+
+
+def _targets(args: Namespace) -> Iterator[tuple[str, Path, Path]]:
+    """Yield each flag that names a place, the place, and the folder that must be there."""
     folders = {
         "--switch-run-dir": args.switch_run_dir,
         "--save": args.save,
@@ -28,25 +88,39 @@ def check_write_targets(args: Namespace) -> None:
     }
     for flag, folder in folders.items():
         if folder:
-            _try_folder(flag, Path(folder))
+            yield flag, Path(folder), Path(folder)
     if args.switch_metrics_file:
         file = Path(args.switch_metrics_file)
-        if file.is_dir():
-            raise ConfigError(f"--switch-metrics-file {file} is a folder. Give a file's name.")
-        _try_folder("--switch-metrics-file", file.parent, shown=file)
-        if file.exists() and not os.access(file, os.W_OK):
-            raise ConfigError(
-                f"--switch-metrics-file {file} may not be written. Give another file."
-            )
+        yield "--switch-metrics-file", file, file.parent
 
 
-def _try_folder(flag: str, folder: Path, *, shown: Path | None = None) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
+def _check_wandb(args: Namespace) -> None:
+    """Refuse a W&B run that cannot be opened when training starts."""
+    if not args.wandb_project:
+        return
+    asked = f"--wandb-project {args.wandb_project}"
+    if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"Nothing can be written to {flag} {shown or folder}: {error.strerror or error}. "
-            "Give a place that can be written, with room for what the run leaves there."
-        ) from error
+            f"{asked} needs the package wandb, which is not installed. Install it (pip install "
+            "wandb), or leave the flag out."
+        )
+    if not args.wandb_exp_name:
+        raise ConfigError(f"{asked} needs a name for this run. Add --wandb-exp-name.")
+    if not (args.wandb_save_dir or args.save):
+        raise ConfigError(
+            f"{asked} needs a folder for what W&B keeps here. Add --wandb-save-dir, --save or "
+            "--switch-run-dir."
+        )
+
+
+def _nearest_existing(folder: Path) -> Path:
+    """Return ``folder``, or the first of the folders above it that is there."""
+    whole = Path(os.path.abspath(folder))
+    return next(each for each in (whole, *whole.parents) if each.exists())
+
+
+def _refusal(flag: str, shown: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"Nothing can be written to {flag} {shown}: {error.strerror or error}. "
+        "Give a place that can be written, with room for what the run leaves there."
+    )

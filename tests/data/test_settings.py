@@ -86,6 +86,10 @@ def test_escapes_in_a_separator(settings, given, separator):
         (["--sentinels", 500, "--vocab-size", 500], "--sentinels is 500 and --vocab-size 500"),
         (["--sentinels", -1], "--sentinels is -1 and --vocab-size 32000"),
         (["--vocab-size", 0], "--vocab-size must be at least 1, got 0"),
+        (
+            ["--vocab-size", 99999999999],
+            "--vocab-size must be at most 10,000,000, got 99,999,999,999",
+        ),
         (["--tokenizer-sample-mib", -1], "--tokenizer-sample-mib must be at least 1, got -1"),
         (["--tokenizer-model", "x"], "--tokenizer-model x needs --tokenizer-type, which says"),
         (

@@ -20,3 +20,9 @@ def test_an_empty_split_is_refused_with_the_way_out():
 def test_a_split_without_weight_may_be_empty():
     check_splits("corpus", 1, "1,0,0")
     check_splits("corpus", 683, "98,1,1")
+
+
+def test_a_split_that_is_not_read_may_be_empty():
+    check_splits("corpus", 31, "98,1,1", read=["train", "validation"])
+    with pytest.raises(DataError, match=r"leaves none for test \("):
+        check_splits("corpus", 31, "98,1,1", read=["train", "test"])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_switch.emulation import launch
+from megatron_switch.emulation.launch import _Failure
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT_S = 60.0
@@ -174,3 +175,11 @@ def test_ranks_end_with_the_parent(tmp_path):
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     wait_for(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in pids))
+
+
+def test_of_a_rank_that_fails_after_another_the_error_is_shown_and_not_its_note():
+    text = (
+        "rank 0 of 2 failed:\nTraceback\nRuntimeError: peer is gone\nWhat rank 0 printed before: x"
+    )
+    assert _Failure(1, 0, text).last_line == "RuntimeError: peer is gone"
+    assert _Failure(2, 0, "").last_line == ""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -263,3 +264,70 @@ def test_a_job_that_always_loads_what_it_saves_starts_from_new_weights_once(data
     again = trained(flags)
     assert "loaded checkpoint" in again.screen
     assert "new weights" not in again.screen
+
+
+def test_a_refused_run_leaves_no_trace(tmp_path):
+    places = {
+        "--save": tmp_path / "save",
+        "--switch-run-dir": tmp_path / "run",
+        "--tensorboard-dir": tmp_path / "board" / "below",
+        "--switch-metrics-file": tmp_path / "metrics" / "file.jsonl",
+    }
+    flags = " ".join(f"{flag} {place}" for flag, place in places.items())
+    outcome = train(f"{SPARSE} --data-path gone {flags}", ranks=2)
+    assert outcome.code == 2
+    assert "Data path gone needs gone.idx" in outcome.errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_splits_that_are_not_read_need_no_document(data):
+    prefix = data.split()[1]
+    flags = f"{SPARSE} --data-path {prefix} --split 9990,5,5"
+    outcome = trained(f"{flags} --eval-iters 0 --train-iters 1")
+    assert "iteration        1/" in outcome.screen
+    refused(f"{flags} --eval-iters 1", r"400 documents, and --split 9990,5,5 leaves none for")
+
+
+def test_an_index_of_samples_that_cannot_be_kept_is_explained(data):
+    refused(f"{SPARSE} {data} --data-cache-path /proc/none", r"order of samples.*--data-cache-path")
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_it_is_built():
+    refused(f"{SPARSE} {MOCK} --num-experts 1000000000", r"weights alone would be 61,2\d\d\.. GiB")
+
+
+def limit_files(num_bytes):
+    """Let writes to a file end there, as on a disk that is full."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_does_not_fit_is_explained_and_the_one_before_loads(
+    data, tmp_path, ranks
+):
+    flags = f"{TINY} {data} --save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 1"
+    trained(f"{flags} --exit-interval 1", ranks=ranks)
+    failed = train(flags, ranks=ranks, prepare=limit_files(100_000))
+    assert failed.code == 2, failed.errors
+    assert failed.errors.count("megatron-switch: error") == 1
+    assert re.search(
+        rf"The checkpoint {tmp_path}/run/iter_0000002 could not be written: it needs over 1\.\d+ "
+        r"MB, and the disk had room for .* limit on the size of files .*--save.* iter_0000001 is "
+        r"whole: the run goes on from it\.",
+        failed.errors,
+        flags=re.DOTALL,
+    )
+    again = trained(f"{flags} --exit-interval 2", ranks=ranks)
+    assert "at iteration 1" in again.screen
+    assert "successfully saved checkpoint from iteration       2" in again.screen
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_damage_inside_is_named(saved):
+    words, checkpoints = saved
+    (file,) = (checkpoints / "iter_0000004").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[100:300] = bytes(200)
+    file.write_bytes(content)
+    refused(f"{words} --load {checkpoints}", r"iter_0000004 is damaged: its files have their sizes")

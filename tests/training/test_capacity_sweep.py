@@ -102,8 +102,10 @@ def test_the_table_and_what_is_refused(checkpoint, data, tmp_path):
     refused(
         r"no validation data: --split is 100,0,0.*--split 0,100,0", folder, "--split", "100,0,0"
     )
-    refused(r"cannot be read: .*--data-path", folder, "--data-path", "gone")
+    refused(r"leaves none for validation", folder, "--split", "99.9,0.1,0")
+    refused(r"Data path gone needs gone\.idx and gone\.bin", folder, "--data-path", "gone")
     refused(r"got --samples 0", folder, "--samples", "0")
+    refused(r"--micro-batch-size must be at least 1", folder, "--micro-batch-size", "0")
     dense = tmp_path / "dense"
     trained(f"{TINY} {data} --switch-run-dir {dense}")
     refused("no experts, so it has no capacity", dense)

@@ -98,6 +98,13 @@ def test_a_batch_that_would_not_grow_is_refused(sparse_line):
         notes(sparse_line("--rampup-batch-size 2 2 8"))
 
 
+def test_megatron_fsdp_with_pipeline_stages_is_refused(sparse_line):
+    message = r"no pipeline stages: .* --use-megatron-fsdp and --pipeline-model-parallel-size 2\."
+    with pytest.raises(ConfigError, match=message):
+        notes(sparse_line("--use-megatron-fsdp --pipeline-model-parallel-size 2"))
+    assert notes(sparse_line("--use-megatron-fsdp")) == ()
+
+
 def test_a_factor_of_0_is_refused(sparse_line):
     with pytest.raises(ConfigError, match=r"drop every token, got --moe-expert-capacity-factor 0"):
         notes(sparse_line("--moe-expert-capacity-factor 0"))

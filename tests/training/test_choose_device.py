@@ -81,6 +81,9 @@ def test_what_cannot_work_is_explained(wanted, around, message):
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, ("CUDA_VISIBLE_DEVICES=0,1",)),
         ({"SLURM_JOB_GPUS": "3"}, ("SLURM_JOB_GPUS=3",)),
         ({"SLURM_GPUS_ON_NODE": "0"}, ()),
+        ({"SLURM_GPUS_PER_NODE": "h100:8"}, ("SLURM_GPUS_PER_NODE=h100:8",)),
+        ({"SLURM_GPUS_PER_TASK": "1"}, ("SLURM_GPUS_PER_TASK=1",)),
+        ({"SLURM_GPUS_PER_SOCKET": "2"}, ("SLURM_GPUS_PER_SOCKET=2",)),
         # Hidden by hand, a promise of SLURM's still counts.
         ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS": "8"}, ("SLURM_GPUS=8",)),
     ],

@@ -35,7 +35,6 @@ def test_missing_sources_are_named(sparse_line, changes, message):
         "--data-path 0.5 a 0 b",
         "--train-data-path 0.5 a 0.5 b --valid-data-path c",
         "--train-data-path a --eval-iters 0",
-        "--data-args-path list.txt",
         "--data-path a --split 1",
         "--data-path a --split 100,0,0",
     ],
@@ -44,6 +43,21 @@ def test_data_may_be_named_in_several_ways(sparse_line, flags):
     args = sparse_line(flags).args
     if args.split:
         args.eval_iters = 0
+    check_data_flags(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--data-path a --split 0,50,50", r"nothing to train on: --split 0,50,50 .*--skip-train"),
+        ("--valid-data-path a", r"nothing to train on: --valid-data-path .*Add --train-data-path"),
+    ],
+)
+def test_data_of_which_none_is_for_training_are_refused(sparse_line, flags, message):
+    args = sparse_line(f"{flags} --eval-iters 0").args
+    with pytest.raises(DataError, match=message):
+        check_data_flags(args)
+    args.skip_train = True
     check_data_flags(args)
 
 
@@ -85,6 +99,18 @@ def test_evaluation_needs_data(sparse_line, flags):
 def test_validation_that_megatron_ends_at_is_refused(sparse_line, flags, message):
     with pytest.raises(ConfigError, match=message):
         check_data_flags(sparse_line(f"--mock-data {flags}").args)
+
+
+def test_only_splits_that_are_read_need_documents(sparse_line, monkeypatch):
+    monkeypatch.setattr(data_checks, "get_tokenizer", lambda: type("T", (), {"vocab_size": 127}))
+    facts = type("F", (), {"sequences": 35})
+    monkeypatch.setattr(data_checks, "check_indexed_dataset", lambda prefix, vocab_size: facts)
+    args = sparse_line("--data-path a --split 98,1,1").args
+    args.rank = 0
+    check_data(args)  # with --eval-iters 0, from the fixture
+    args.eval_iters = 1
+    with pytest.raises(DataError, match=r"leaves none for test .*--eval-iters 0"):
+        check_data(args)
 
 
 def test_every_named_file_is_checked_once_by_the_first_rank(sparse_line, monkeypatch):

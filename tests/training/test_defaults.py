@@ -161,6 +161,7 @@ def test_a_mask_that_is_reset_comes_from_the_data_set(sparse_line):
         ("cpu", "--fp8-format e4m3", r"--fp8-format needs a GPU"),
         ("cpu", "--cuda-graph-impl local", r"--cuda-graph-impl needs a GPU"),
         ("cpu", "--use-megatron-fsdp", r"--use-megatron-fsdp needs a GPU"),
+        ("cpu", "--optimizer-cpu-offload", r"--optimizer-cpu-offload needs a GPU"),
         ("cpu", "--tp-comm-overlap", r"--tp-comm-overlap needs a GPU"),
         ("cpu", "--profile", r"--profile needs a GPU"),
     ],

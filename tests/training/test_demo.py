@@ -3,12 +3,12 @@
 import io
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 import pytest
 from rich.console import Console
 
-from megatron_switch.errors import SwitchError
+from megatron_switch.errors import ConfigError, SwitchError
 from megatron_switch.training import demo
 from megatron_switch.training.demo import health_bars, read_metrics, summary
 
@@ -108,3 +108,17 @@ def test_training_that_reached_its_end_was_not_stopped(tmp_path):
     validation = {"kind": "validation", "iteration": 300}
     assert demo.stopped_early([FIRST, LAST], 200, tmp_path) == ""
     assert "stopped at iteration 200" in demo.stopped_early([LAST, validation], 201, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--iterations", "0"], r"--iterations must be at least 1, got 0"),
+        (["--output", __file__], r"--output .*test_demo\.py cannot be made: .*Give a folder"),
+    ],
+)
+def test_what_would_fail_after_the_preparation_fails_before_it(flags, message):
+    parser = ArgumentParser()
+    demo.add_arguments(parser)
+    with pytest.raises(ConfigError, match=message):
+        demo.run(parser.parse_args(flags))

@@ -21,7 +21,8 @@ def test_every_range_is_that_of_a_flag(sparse_line):
 @pytest.mark.parametrize("name", sorted(_RANGES))
 def test_what_is_not_finite_is_no_value_of_any_flag(name):
     for value in (math.nan, math.inf):
-        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}: must be"):
+        message = f"--{name.replace('_', '-')} {value}: must be finite and "
+        with pytest.raises(ConfigError, match=message):
             check_flag_values(Namespace(**{name: value}))
 
 

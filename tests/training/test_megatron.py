@@ -1,5 +1,6 @@
 """Megatron's refusals keep their words, and process groups end when, and only when, they can."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,33 @@ def test_a_missing_checkpoint_is_never_passed_over(sparse_line):
 def test_a_refusal_has_megatrons_words_or_its_rule(sparse_line, flags, message):
     with pytest.raises(ConfigError, match=message):
         validated(sparse_line(flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "queues"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "1"),
+        # Megatron-FSDP refuses one queue; so a default of one would stop every such launch.
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --use-megatron-fsdp --ckpt-format "
+            "fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params",
+            None,
+        ),
+        ("", None),
+    ],
+)
+def test_queues_of_kernels_are_set_where_megatron_asks_for_one(
+    sparse_line, monkeypatch, flags, queues
+):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr("megatron.training.arguments.get_device_arch_version", lambda: 9)
+    line = sparse_line(flags)
+    line.args.world_size = 2
+    sharded, line.args.use_megatron_fsdp = line.args.use_megatron_fsdp, False
+    fill_defaults(line, "cpu")
+    line.args.use_megatron_fsdp = sharded  # as on GPUs, where defaults do not refuse it
+    validate(line.args)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def test_what_launchers_set_is_accepted(environ):
         ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE=x"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1"),
+        ({"SLURM_JOB_NUM_NODES": "x"}, "SLURM_JOB_NUM_NODES=x"),
         ({"RANK": "4"}, "RANK=4 and WORLD_SIZE=4"),
         ({"WORLD_SIZE": None}, r"RANK=3 and WORLD_SIZE=\(not set, so 1\)"),
         ({"MASTER_ADDR": None}, "WORLD_SIZE=4, but not .*: MASTER_ADDR. Start with torchrun"),

@@ -60,6 +60,7 @@ def started(folder, **changes):
     args = arguments(**changes)
     folder.refuse_strangers()
     folder.claim(args)
+    folder.path.mkdir(exist_ok=True)
     folder.describe(args, ["--lr", "1e-3", "--data-path", "my text"], "cpu")
     return json.loads((folder.path / "run.json").read_text())
 
@@ -224,7 +225,13 @@ def test_resume_starts_the_launcher_that_left_its_command(folder, monkeypatch, t
     assert words == ["launcher", "-n", "2 3", "--exit-interval", "5"]
 
 
+def test_a_folder_that_is_not_there_is_nobodys_and_is_not_made(folder):
+    folder.hold()
+    assert not folder.path.exists()
+
+
 def test_one_process_at_a_time_trains_in_a_folder(folder):
+    folder.path.mkdir()
     folder.hold()
     with pytest.raises(
         ConfigError, match=f"Another process is training in --switch-run-dir {folder.path}"
@@ -236,5 +243,6 @@ def test_one_process_at_a_time_trains_in_a_folder(folder):
 
 
 def test_a_held_folder_is_still_nobodys(folder):
+    folder.path.mkdir()
     folder.hold()
     folder.refuse_strangers()

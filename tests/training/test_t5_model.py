@@ -93,3 +93,21 @@ def test_the_tanh_approximation_is_that_of_t5():
     x = torch.linspace(-4, 4, 50, dtype=torch.float64)
     inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
     torch.testing.assert_close(gelu_tanh(x), 0.5 * x * (1 + torch.tanh(inner)))
+
+
+def test_each_stack_balances_its_experts_without_labels_too():
+    run_ranks(_check_balance, 1)
+
+
+def _check_balance(rank):
+    with cuda_on_cpu():
+        _, config, model = built("--moe-aux-loss-coeff 0.5")
+        source_BS, target_BS = torch.randint(127, (2, 1, 32))
+        stacks = ((config.encoder, model.decoder), (config.transformer, model.encoder))
+        for silent, stack in stacks:  # losses of one stack reach routers of the other, too
+            silent.moe_aux_loss_coeff = 0.0
+            model.zero_grad()
+            (model(source_BS, target_BS) * 0.0).sum().backward()
+            silent.moe_aux_loss_coeff = 0.5
+            last = [layer.mlp.router for layer in stack.layers if isinstance(layer.mlp, SwitchMLP)]
+            assert last[-1].weight.grad.any()

@@ -29,7 +29,10 @@ PRIVATE_NAMES = {
     "megatron.core.parallel_state._global_process_group_list",
     "megatron.core.dist_checkpointing.strategies.filesystem_async._results_queue",
     "megatron.training.global_vars._GLOBAL_TENSORBOARD_WRITER",
+    "megatron.training.global_vars._set_one_logger",
     "megatron.training.global_vars._set_signal_handler",
+    "megatron.training.global_vars._set_tensorboard_writer",
+    "megatron.training.global_vars._set_wandb_writer",
 }
 """Private names of Megatron's modules that we set or call; patches declare theirs themselves."""
 
