@@ -70,7 +70,8 @@ def describe_import(
     Raises:
         CheckpointError: No name table fits the architecture.
     """
-    model_type = config.get("model_type")
+    found = config.get("model_type")
+    model_type = found if isinstance(found, str) else ""
     if model_type in LAYOUTS:
         gpt = read_gpt_config(config, where, multiple=multiple)
         experts = LAYOUTS[model_type].experts or SWITCH_EXPERTS
@@ -91,7 +92,7 @@ def describe_import(
             t5.shape.padded_vocab_size,
         )
     raise CheckpointError(
-        f"{where} is of a model of type {model_type!r}, for which there is no name table. "
+        f"{where} is of a model of type {found!r:.60}, for which there is no name table. "
         f"Converted are: {', '.join(model_types())}."
     )
 

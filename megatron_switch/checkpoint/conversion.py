@@ -36,8 +36,16 @@ from megatron_switch.checkpoint.hf_folder import (
     write_weights,
 )
 from megatron_switch.checkpoint.norm_names import NeutralNorms
-from megatron_switch.checkpoint.rows import NameTable
+from megatron_switch.checkpoint.rows import NameTable, Row
 from megatron_switch.checkpoint.safetensors_file import Group
+from megatron_switch.checkpoint.source_settings import (
+    GENERATION,
+    NO_SETTINGS,
+    TOKEN_IDS,
+    TOKENIZER_FOLDER,
+    SourceSettings,
+    keep_settings,
+)
 from megatron_switch.checkpoint.staging import folder_put_in_place
 from megatron_switch.checkpoint.tensors import TensorSource
 from megatron_switch.errors import CheckpointError
@@ -47,9 +55,6 @@ DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "common_state")
 """How the keys of all else in a Megatron checkpoint begin."""
-
-TOKENIZER_FOLDER = "tokenizer"
-"""Folder inside of a converted checkpoint that holds the tokenizer's files."""
 
 OnBytes = Callable[[int], None]
 
@@ -116,7 +121,7 @@ def plan_import(hf: Path, *, dtype: str = "keep", multiple: int = 8) -> Import:
             row.shape,
             DTYPES[dtype] or row.packed_dtype(source),
             row.box,
-            partial(row.pack, source),
+            partial(_packed, row, source, DTYPES[dtype]),
         )
         for row in model.table.rows
         for key in (row.key, *row.copies)
@@ -146,6 +151,7 @@ def write_import(
     """
     with folder_put_in_place(target, needed_bytes=plan.nbytes, flag="--megatron") as folder:
         copy_tokenizer(plan.folder, folder / TOKENIZER_FOLDER)
+        keep_settings(plan.folder, folder / TOKENIZER_FOLDER)
         write_release(
             folder,
             plan.chunks,
@@ -261,6 +267,11 @@ def plan_export(
             they describe, or no architecture fits.
     """
     args = stored_args(found)
+    if vocab_size is not None and vocab_size > args.padded_vocab_size:
+        raise CheckpointError(
+            f"--vocab-size {vocab_size} asks for more rows than the embedding of {found.folder} "
+            f"has: {args.padded_vocab_size}."
+        )
     source, others, _ = open_weights(found, args)
     model = describe_export(args, source.tensors, wanted=architecture, vocab_size=vocab_size)
     model.table.check_megatron(source, others)
@@ -270,7 +281,7 @@ def plan_export(
             row.names(),
             row.shapes(),
             chosen or source.tensors[row.key].dtype,
-            partial(row.unpack, source),
+            partial(_unpacked, row, source, chosen),
         )
         for row in model.table.rows
     ]
@@ -286,6 +297,7 @@ def write_export(
     target: Path,
     *,
     tokenizer: Callable[[Path], object] = lambda folder: None,
+    settings: SourceSettings = NO_SETTINGS,
     on_bytes: OnBytes = lambda count: None,
 ) -> None:
     """Write a planned conversion: weights, configuration, and whatever tokenizer is given.
@@ -294,6 +306,7 @@ def write_export(
         plan: What :func:`plan_export` returned.
         target: Folder to make.
         tokenizer: Called with the folder, to put the tokenizer's files there.
+        settings: Ids of the tokens with a meaning, and how to generate.
         on_bytes: Called with the size of each group of tensors that was written.
 
     Raises:
@@ -303,15 +316,38 @@ def write_export(
         tokenizer(folder)
         write_weights(folder, plan.groups, on_bytes=on_bytes)
         config = plan.model.config(str(plan.precision).removeprefix("torch."))
-        write_json(folder / "generation_config.json", generation_config(config))
+        config |= settings.token_ids
+        write_json(folder / GENERATION, settings.generation or generation_config(config))
         write_json(folder / CONFIG, config)  # last: without it nothing opens the folder
 
 
 def generation_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return what ``transformers`` writes next to a configuration."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    taken = {name: config[name] for name in names if config.get(name) is not None}
+    taken = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
     return {"_from_model_config": True, **taken}
+
+
+def _packed(row: Row, source: TensorSource, dtype: torch.dtype | None) -> torch.Tensor:
+    return _rounded(row.pack(source), dtype, row)
+
+
+def _unpacked(
+    row: Row, source: TensorSource, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, ...]:
+    return tuple(_rounded(part, dtype, row) for part in row.unpack(source))
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype | None, row: Row) -> torch.Tensor:
+    """Return a tensor in another type, after checking that all of its values are still finite."""
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    result = tensor.to(dtype)
+    if not bool(torch.isfinite(result.sum(dtype=torch.float64))):
+        raise CheckpointError(
+            f"{row.key} ({', '.join(row.names())}) has values up to {float(tensor.abs().max()):.6g}"
+            f", which {dtype} cannot hold. Convert with --dtype keep."
+        )
+    return result
 
 
 def _zeros(shape: tuple[int, ...]) -> tuple[torch.Tensor]:

@@ -12,10 +12,11 @@ together the chunks of a key must tile its shape.
 import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from threading import Event
 from typing import Any, BinaryIO
 
 import torch
@@ -80,15 +81,18 @@ def write_dist_checkpoint(
     index = Metadata(state_dict_metadata=_tensor_entries(chunks), storage_data={})
     index.storage_meta = StorageMeta()
     entries = {**objects, COMMON_STATE_KEY: saved([dict(common_state)])}
+    stop = Event()
     with ThreadPoolExecutor(max_workers=workers) as pool:
         parts = [
-            pool.submit(_write_file, folder, name, some, on_bytes)
+            pool.submit(_write_file, folder, name, some, on_bytes, stop)
             for name, some in _files(chunks, workers)
         ]
         try:
-            for part in parts:
+            done, _ = wait(parts, return_when=FIRST_EXCEPTION)
+            for part in done:
                 index.storage_data.update(part.result())
-        except BaseException:
+        except BaseException:  # the others end with the chunk at hand, not with their file
+            stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     index.storage_data.update(_write_objects(folder, entries))
@@ -157,11 +161,17 @@ def _files(chunks: Sequence[Chunk], workers: int) -> list[tuple[str, list[Chunk]
 
 
 def _write_file(
-    folder: Path, name: str, chunks: Iterable[Chunk], on_bytes: Callable[[int], None]
+    folder: Path,
+    name: str,
+    chunks: Iterable[Chunk],
+    on_bytes: Callable[[int], None],
+    stop: Event,
 ) -> dict[MetadataIndex, _StorageInfo]:
-    places = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
     with (folder / name).open("wb") as stream:
         for chunk in chunks:
+            if stop.is_set():
+                break
             tensor = chunk.make().to(chunk.dtype)
             assert tuple(tensor.shape) == chunk.box.sizes, f"{chunk.key}: {tuple(tensor.shape)}"
             index = MetadataIndex(chunk.key, torch.Size(chunk.box.offsets))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_switch.checkpoint.config_fields import ConfigFields
 from megatron_switch.checkpoint.gpt_model import DROPLESS, ROUTING, GptModel
 from megatron_switch.checkpoint.gpt_names import (
     QWEN2_EXPERTS,
@@ -20,6 +21,10 @@ from megatron_switch.checkpoint.gpt_names import (
 from megatron_switch.errors import CheckpointError
 
 SWITCH_GPT = "switch_gpt"
+_POSITIONS = ("rope", "learned_absolute", "none")
+_NORMS = ("RMSNorm", "LayerNorm")
+_UNITS = {True: ("silu", "quick_gelu"), False: ("gelu", "gelu_pytorch_tanh", "relu2")}
+"""Nonlinearities that Megatron's flags can ask for, of units with a gate and without."""
 
 
 @dataclass(frozen=True)
@@ -68,46 +73,51 @@ class _Reader:
         self._where = where
         self._layout = LAYOUTS[config["model_type"]]
         self._own = self._layout.model_type == SWITCH_GPT
+        self._fields = ConfigFields(config, where, self._layout.model_type)
 
     def model(self, multiple: int) -> GptModel:
         self._refuse_what_differs()
-        activation = str(self._get("hidden_act"))
-        position = str(self._config.get("position_embedding_type", "rope"))
-        context = int(self._get("max_position_embeddings"))
+        fields = self._fields
+        position = "rope"
+        normalization = "RMSNorm"
+        if self._own:
+            position = fields.choice("position_embedding_type", _POSITIONS, position)
+            normalization = fields.choice("normalization", _NORMS, normalization)
+        gated = fields.flag("gated", True) if self._own else True
+        context = fields.integer("max_position_embeddings")
         base, factor = self._rotary() if position == "rope" else (10000.0, None)
-        vocab_size = int(self._get("vocab_size"))
-        heads, width = int(self._get("num_attention_heads")), int(self._get("hidden_size"))
-        normalization = str(self._config.get("normalization", "RMSNorm"))
+        vocab_size = fields.integer("vocab_size")
         experts = self._num_experts()
+        heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
         shape = GptShape(
-            num_layers=int(self._get("num_hidden_layers")),
+            num_layers=fields.integer("num_hidden_layers"),
             hidden_size=width,
-            ffn_hidden_size=int(self._get("intermediate_size")),
+            ffn_hidden_size=fields.integer("intermediate_size"),
             num_heads=heads,
-            num_groups=int(self._config.get("num_key_value_heads") or heads),
-            head_channels=int(self._config.get("head_dim") or width // heads),
+            num_groups=fields.divisor("num_key_value_heads", heads, of=heads, what="heads"),
+            head_channels=fields.integer("head_dim", max(width // heads, 1)),
             vocab_size=vocab_size,
             padded_vocab_size=-(-vocab_size // multiple) * multiple,
             positions=context if position == "learned_absolute" else None,
-            gated=bool(self._config.get("gated", True)),
+            gated=gated,
             norm_bias=normalization == "LayerNorm",
-            linear_bias=bool(self._config.get("mlp_bias", False)),
+            linear_bias=fields.flag("mlp_bias", False),
             qkv_bias=self._qkv_bias(),
-            qk_norm=bool(self._config.get("qk_norm", self._layout.qk_norm)),
-            tied=bool(self._config.get("tie_word_embeddings", False)),
+            qk_norm=fields.flag("qk_norm", self._layout.qk_norm),
+            tied=fields.flag("tie_word_embeddings", False),
             num_experts=experts,
-            expert_hidden_size=int(self._config.get("moe_intermediate_size") or 0),
+            expert_hidden_size=fields.integer("moe_intermediate_size") if experts else 0,
             sparse_layers=self._sparse_layers() if experts else (),
         )
         return GptModel(
             shape=shape,
-            activation=activation,
+            activation=fields.choice("hidden_act", _UNITS[gated]),
             normalization=normalization,
-            epsilon=float(self._get("rms_norm_eps")),
+            epsilon=fields.number("rms_norm_eps", positive=True),
             position=position,
             context=context,
             rotary_base=base,
-            rotary_percent=float(self._config.get("partial_rotary_factor") or 1.0),
+            rotary_percent=fields.number("partial_rotary_factor", 1.0, positive=True),
             llama3_factor=factor,
             routing=self._routing(),
         )
@@ -144,35 +154,33 @@ class _Reader:
                 f"Switch GPT, which needs {needed}; found {found}."
             )
 
-    def _get(self, name: str) -> Any:
-        value = self._config.get(name)
-        if value is None:
-            raise CheckpointError(
-                f"{self._where} has no {name}, which a {self._layout.model_type} model needs."
-            )
-        return value
-
     def _num_experts(self) -> int:
         if self._layout.experts is None:
             return 0
-        return int(self._config.get("num_experts") or self._config.get("num_local_experts") or 0)
+        names = ("num_experts", "num_local_experts")
+        return next((n for name in names if (n := self._fields.integer(name, 0, least=0))), 0)
 
     def _qkv_bias(self) -> bool:
         default = {"qwen2": True, "qwen2_moe": True}.get(self._layout.model_type, False)
-        return bool(self._config.get("qkv_bias", default))
+        return self._fields.flag("qkv_bias", default)
 
     def _sparse_layers(self) -> tuple[int, ...]:
-        layers = range(int(self._get("num_hidden_layers")))
+        fields = self._fields
+        depth = fields.integer("num_hidden_layers")
         if self._own:
-            return tuple(int(layer) for layer in self._get("sparse_layers"))
-        dense = set(self._config.get("mlp_only_layers") or ())
-        step = int(self._config.get("decoder_sparse_step", 1))
-        return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+            return fields.layers("sparse_layers", depth)
+        dense = fields.layers("mlp_only_layers", depth)
+        step = fields.integer("decoder_sparse_step", 1)
+        return tuple(i for i in range(depth) if i not in dense and (i + 1) % step == 0)
 
     def _rotary(self) -> tuple[float, float | None]:
         """Return the base and Llama 3.1's factor, from the keys of transformers 4 or 5."""
-        entry = dict(self._config.get("rope_parameters") or self._config.get("rope_scaling") or {})
-        base = float(entry.get("rope_theta") or self._config.get("rope_theta") or 10000.0)
+        new = self._config.get("rope_parameters")
+        name = "rope_scaling" if new is None or new == {} else "rope_parameters"
+        fields = self._fields.inner(name)
+        entry = self._config.get(name) or {}
+        base = self._fields.number("rope_theta", 10000.0, positive=True)
+        base = fields.number("rope_theta", base, positive=True)
         kind = entry.get("rope_type") or entry.get("type") or "default"
         if kind == "default":
             return base, None
@@ -182,7 +190,7 @@ class _Reader:
             "original_max_position_embeddings": 8192,
         }
         if kind == "llama3" and all(entry.get(name) == value for name, value in known.items()):
-            return base, float(entry["factor"])
+            return base, fields.number("factor", positive=True)
         raise CheckpointError(
             f"{self._where}: positions are scaled as {kind} {entry}, but Megatron's GPT scales "
             "them only as Llama 3.1 does (low_freq_factor 1, high_freq_factor 4, "
@@ -192,6 +200,7 @@ class _Reader:
     def _routing(self) -> dict[str, Any]:
         if not self._own:
             return dict(DROPLESS)
+        self._fields.inner("routing")
         stored = self._config.get("routing") or {}
         return {name: stored[name] for name in ROUTING if name in stored}
 

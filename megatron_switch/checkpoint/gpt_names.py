@@ -4,7 +4,8 @@ One table serves all of them, because they differ in little: what a sparse layer
 experts are called. Llama, Qwen2 and Qwen3 are the table without experts; Qwen2-MoE and Qwen3-MoE
 are stock architectures of ``transformers`` that can compute a Switch layer without capacity;
 ``switch_gpt`` is this project's own layout, for what no stock architecture expresses (biases,
-LayerNorm, learned positions, ungated units). docs/checkpoints.md describes it.
+LayerNorm, learned positions, ungated units). docs/checkpoints.md describes it. Frequencies of
+rotary positions, which old files store, are computed from the configuration everywhere.
 
 Shape letters:
 
@@ -91,7 +92,9 @@ class _Gpt:
         shape = self._shape
         rows = list(self._ends())
         modules, expert_modules, inert = ["decoder.final_layernorm"], [], []
-        for layer in range(shape.num_layers):
+        layers = range(shape.num_layers)
+        unread = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers)
+        for layer in layers:
             ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
             rows += self._attention(ours + "self_attention.", theirs)
             parts = ["linear_qkv", "linear_proj", "core_attention"]
@@ -109,7 +112,7 @@ class _Gpt:
             else:
                 rows += self._dense(ours + "mlp.", theirs)
                 modules += [f"{ours}mlp.{linear}" for linear in ("linear_fc1", "linear_fc2")]
-        return NameTable(tuple(rows), tuple(modules), tuple(expert_modules), tuple(inert))
+        return NameTable(tuple(rows), tuple(modules), tuple(expert_modules), tuple(inert), unread)
 
     def _ends(self) -> Iterator[Row]:
         """Embedding, last norm and head."""

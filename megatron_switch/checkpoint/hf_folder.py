@@ -5,6 +5,7 @@ reads with ``weights_only``: no file of others' is ever unpickled. Only safetens
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -133,8 +134,12 @@ class _BinFile:
             values = _load_old(path)
         except Exception as error:
             raise _unsafe(path, error) from error
-        if not isinstance(values, dict) or not all(isinstance(v, Tensor) for v in values.values()):
-            raise CheckpointError(f"{path} is expected to hold tensors by name, and nothing else.")
+        if not isinstance(values, dict) or not all(
+            isinstance(name, str) and _is_plain(value) for name, value in values.items()
+        ):
+            raise CheckpointError(
+                f"{path} is expected to hold dense tensors by name, and nothing else."
+            )
         self._values: dict[str, Tensor] = values
         self.tensors = {
             key: TensorInfo(tuple(value.shape), value.dtype, path) for key, value in values.items()
@@ -147,6 +152,16 @@ class _BinFile:
         return value.clone(memory_format=torch.contiguous_format)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether something is a tensor with a number for each of its elements."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
+
+
 def _load_old(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -155,9 +170,13 @@ def _load_old(path: Path) -> Any:
 
 
 def _unsafe(path: Path, error: Exception) -> CheckpointError:
+    # torch advises to let the file execute what it wants; only what it found is told.
+    found = re.search(r"Unsupported [^\n.]+|GLOBAL \S+", str(error))
+    reason = found[0] if found else (str(error).splitlines() or [type(error).__name__])[0]
     return CheckpointError(
-        f"{path} cannot be read as plain tensors: {error}. Nothing in it was executed. If you "
-        "know who wrote it, save it as safetensors first."
+        f"{path} cannot be read as plain tensors ({reason}). Nothing in it was executed. Copy it "
+        "again if it is damaged; if it holds more than tensors and you know who wrote it, save it "
+        "as safetensors first."
     )
 
 
@@ -171,7 +190,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is expected to hold a JSON object, not {value!r:.40}.")

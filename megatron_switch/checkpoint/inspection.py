@@ -14,7 +14,7 @@ from megatron_switch.checkpoint.architectures import describe_import
 from megatron_switch.checkpoint.contents import foreign_format, read_common_state
 from megatron_switch.checkpoint.conversion import NOT_WEIGHTS
 from megatron_switch.checkpoint.dist_source import DistSource
-from megatron_switch.checkpoint.files import FoundCheckpoint, find_checkpoint
+from megatron_switch.checkpoint.files import Asker, FoundCheckpoint, find_checkpoint
 from megatron_switch.checkpoint.hf_folder import CONFIG, HuggingFaceSource, read_json
 from megatron_switch.checkpoint.tensors import TensorInfo, size_text
 from megatron_switch.errors import CheckpointError
@@ -76,7 +76,7 @@ def inspect_folder(folder: Path) -> Inspection:
         number = folder.name.removeprefix("iter_")
         iteration = int(number) if number.isdecimal() else 0
         return _megatron(FoundCheckpoint(folder, iteration))
-    return _megatron(find_checkpoint(folder))
+    return _megatron(find_checkpoint(folder, asker=Asker("inspect", can_start_anew=False)))
 
 
 def _hugging_face(folder: Path) -> Inspection:

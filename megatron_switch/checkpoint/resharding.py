@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_switch.checkpoint.contents import COMMON_STATE_KEY, read_common_state
 from megatron_switch.checkpoint.dist_source import DistSource
 from megatron_switch.checkpoint.dist_writer import Chunk, write_dist_checkpoint
@@ -27,6 +25,7 @@ from megatron_switch.checkpoint.files import RELEASE, TRACKER, FoundCheckpoint
 from megatron_switch.checkpoint.sharding import Cutting
 from megatron_switch.checkpoint.stages import Placement
 from megatron_switch.checkpoint.staging import folder_put_in_place
+from megatron_switch.checkpoint.tensors import differing_bits
 from megatron_switch.errors import CheckpointError
 from megatron_switch.layout.grid import Layout
 
@@ -193,17 +192,12 @@ def compare_copies(plan: Resharding, written: DistSource, on_bytes: Callable[[in
     """
     for chunk in plan.chunks:
         first, second = plan.source.read(chunk.key, chunk.box), written.read(chunk.key, chunk.box)
-        if not torch.equal(_bits(first), _bits(second)):
+        if differing_bits(first, second):
             raise CheckpointError(
                 f"{written.folder}: {chunk.key} at {chunk.box.offsets} reads back differently from "
                 "what was written. The disk is not to be trusted; write to another one."
             )
         on_bytes(chunk.nbytes)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, in which a NaN equals itself."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def read_state(found: FoundCheckpoint) -> dict[str, Any]:

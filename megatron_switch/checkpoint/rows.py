@@ -17,6 +17,7 @@ from megatron_switch.checkpoint.tensors import (
     TensorSource,
     check_finite,
     common_dtype,
+    differing_bits,
     expect,
     listing,
     place,
@@ -75,7 +76,8 @@ class Row:
             name, *others = part.names_in(source)
             tensor = _read(source, name)
             for other in others:
-                if not torch.equal(tensor, source.read(other)):
+                again = source.read(other)
+                if tensor.dtype != again.dtype or differing_bits(tensor, again):
                     raise CheckpointError(
                         f"{source.tensors[other].file}: {other} differs from {name}, but Megatron "
                         "has one tensor for both. The model was trained with the two untied."
@@ -127,6 +129,8 @@ class NameTable:
     """Likewise of modules with one entry for each expert, and the number of experts."""
     inert: tuple[Part, ...] = ()
     """Tensors that a format demands and whose values change nothing; zeros are written."""
+    unread: tuple[str, ...] = ()
+    """Names of what files of older libraries hold and no library reads any more."""
 
     def check_other_side(self, source: TensorSource) -> None:
         """Raise unless a source has all parts of all rows and nothing else.
@@ -142,9 +146,15 @@ class NameTable:
             for name, part in known.items()
             if not any(each in source.tensors for each in (name, *part.aliases))
         ]
-        _refuse(source, missing, source.tensors.keys() - known.keys() - aliases)
+        known_names = known.keys() | aliases | set(self.unread)
+        _refuse(source, missing, source.tensors.keys() - known_names)
         for part in known.values():
             part.names_in(source)
+
+    def without_effect(self, source: TensorSource) -> tuple[str, ...]:
+        """Return the tensors of a source that are not taken over, because nothing reads them."""
+        inert = [part.name for part in self.inert if 0 not in part.shape]
+        return tuple(name for name in (*self.unread, *inert) if name in source.tensors)
 
     def check_megatron(self, tensors: TensorSource, ignored: Iterable[str] = ()) -> None:
         """Raise unless a Megatron checkpoint has every key of the table and no other weight.

@@ -62,14 +62,9 @@ class SafetensorsFile:
             self.tensors = {key: self._info(key, entry) for key, entry in header.items()}
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing.") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no safetensors file: {error}.") from error
-        for key, (_, end) in self._places.items():
-            if self._begin + end > size:
-                raise CheckpointError(
-                    f"{path} is cut off: {key} is expected to end at byte {self._begin + end}, "
-                    f"but the file has {size}. Copy it again."
-                )
+        self._check_places(size)
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """Return a tensor, or a box of it; only rows of the first dim that are asked for are read.
@@ -90,6 +85,28 @@ class SafetensorsFile:
         outer = Box((first, *(0 for _ in info.shape[1:])), tuple(rows.shape))
         return rows if outer == wanted else rows[wanted.slices_in(outer)].clone()
 
+    def _check_places(self, size: int) -> None:
+        """Raise unless tensors lie one behind the other, as the format says, to the file's end."""
+        expected = 0
+        for key, (begin, end) in sorted(self._places.items(), key=lambda item: item[1]):
+            if self._begin + end > size:
+                raise CheckpointError(
+                    f"{self._path} is cut off: {key} is expected to end at byte "
+                    f"{self._begin + end}, but the file has {size}. Copy it again."
+                )
+            if begin != expected:
+                raise CheckpointError(
+                    f"{self._path} is damaged: {key} is expected to begin at byte "
+                    f"{self._begin + expected}, behind the tensor before it, but its header says "
+                    f"{self._begin + begin}. Copy it again."
+                )
+            expected = end
+        if self._begin + expected != size:
+            raise CheckpointError(
+                f"{self._path} is damaged: its last tensor ends at byte {self._begin + expected}, "
+                f"but the file has {size}. Copy it again."
+            )
+
     def _info(self, key: str, entry: Any) -> TensorInfo:
         shape = tuple(int(size) for size in entry["shape"])
         if entry["dtype"] not in _NAMES:
@@ -102,11 +119,14 @@ class SafetensorsFile:
 
     def _bytes(self, key: str, offset: int, length: int) -> Tensor:
         raw = torch.empty(length, dtype=torch.uint8)
-        with self._path.open("rb", buffering=0) as stream:
-            stream.seek(self._begin + self._places[key][0] + offset)
-            view, done = memoryview(raw.numpy()), 0
-            while done < length and (count := stream.readinto(view[done:])):
-                done += count
+        view, done = memoryview(raw.numpy()), 0
+        try:
+            with self._path.open("rb", buffering=0) as stream:
+                stream.seek(self._begin + self._places[key][0] + offset)
+                while done < length and (count := stream.readinto(view[done:])):
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: {key} cannot be read: {error}.") from error
         if done != length:
             raise CheckpointError(
                 f"{self._path} ends within {key}: {length} bytes are expected, {done} were found."

@@ -86,10 +86,11 @@ class Placement:
             )
         rest = num_layers - sum(self._ends().values())
         between = pp - len(self._ends())
-        if min(self._ends().values()) < 1 or rest < 0 or (rest and not between):
+        # Megatron builds no stage without layers between two ends of their own.
+        if min(self._ends().values()) < 1 or rest < 0 or bool(rest) != bool(between):
             raise LayoutError(
-                f"The {num_layers} layers of the model go onto {pp} pipeline stages, got {ends}. "
-                "Change the numbers."
+                f"The {num_layers} layers of the model go onto {pp} pipeline stages, at least one "
+                f"onto each, got {ends}. Change the numbers."
             )
         middle = _equal_shares(rest, between, f" beside {ends}") if between else []
         first = [] if self.first is None else [self.first]
@@ -114,10 +115,15 @@ class Placement:
                 f"{flag} {text} does not place {num_layers} layers on {pp} stages: {error}. Write "
                 "E for the embedding, t for each layer, L for the loss and | between stages."
             ) from error
-        chunks = range(parsed.virtual_pipeline_model_parallel_size)
+        chunks = parsed.virtual_pipeline_model_parallel_size
+        if pp < 2 and chunks > 1:
+            raise LayoutError(
+                f"{flag} {text} makes {chunks} chunks of one pipeline stage, and only two stages "
+                "or more have chunks. Set --pipeline-model-parallel-size, or leave the layout out."
+            )
         return tuple(
             stage
-            for chunk in chunks
+            for chunk in range(chunks)
             for stage in range(pp)
             for _ in range(parsed.layout[stage][chunk].count(LayerType.decoder))
         )

@@ -4,9 +4,10 @@ Everything goes to a hidden sibling of the target, which takes the target's name
 on disk. A conversion that fails removes it; one that was killed leaves it behind under a name that
 nothing loads, and the next conversion to the same target starts over in it. Two conversions to one
 target at the same time are refused. An existing target is refused, and so is a full disk, before
-the first byte.
+the first byte; one that fills up meanwhile, or fails, ends the conversion with a message.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -38,6 +39,8 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
     partial = target.parent / f".{target.name}.partial"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        if partial.is_symlink():  # what it points to belongs to somebody else
+            raise FileExistsError(errno.EEXIST, "A symbolic link is in the way", str(partial))
         partial.mkdir(exist_ok=True)
         lock = (partial / _LOCK).open("w")
     except OSError as error:
@@ -52,12 +55,39 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
             yield partial
             _flush(partial)
             _refuse_existing(target, flag)  # one that came meanwhile
-        except BaseException:
+            (partial / _LOCK).unlink()
+            partial.rename(target)
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise
-        (partial / _LOCK).unlink()
-        partial.rename(target)
+            if (failure := _failure_of_a_file(error)) is None:
+                raise
+            raise CheckpointError(
+                f"{flag} {target} could not be written to its end, and nothing of it is left: "
+                f"{failure}. {_way_out(failure)}"
+            ) from error
     _sync_folder(target.parent)
+
+
+def _failure_of_a_file(error: BaseException) -> OSError | None:
+    """Return the failure of a disk that an exception is, or was raised for.
+
+    torch writes tensors through a stream; where that fails, it reports a position that it did not
+    expect, and the failure itself is what happened before.
+    """
+    if isinstance(error, CheckpointError):  # says it all
+        return None
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, OSError):
+            return each
+        each = each.__cause__ or each.__context__
+    return None
+
+
+def _way_out(failure: OSError) -> str:
+    if failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free some space or raise the limit, or name a folder on another disk."
+    return "Look after that file or its disk, or name a folder on another one."
 
 
 def _refuse_existing(target: Path, flag: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_switch.checkpoint.config_fields import ConfigFields
 from megatron_switch.checkpoint.t5_names import EMBEDDING, HEAD, T5Shape
 from megatron_switch.errors import CheckpointError
 
@@ -26,6 +27,13 @@ DENSE = "t5"
 T5_TYPES = (SWITCH, DENSE)
 _TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 _GATED = "gated-gelu"
+_JITTER = "moe-input-jitter-eps"
+_LOSSES = {
+    "moe-aux-loss-coeff": "router_aux_loss_coef",
+    "moe-z-loss-coeff": "router_z_loss_coef",
+    _JITTER: "router_jitter_noise",
+}
+"""Flags of Megatron's and the settings that say the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,33 +68,29 @@ def t5_from_config(
         CheckpointError: It describes what Megatron's Switch-T5 cannot compute.
     """
 
-    def get(name: str) -> Any:
-        if config.get(name) is None:
-            raise CheckpointError(f"{where} has no {name}, which a T5 needs.")
-        return config[name]
-
+    fields = ConfigFields(config, where, str(config["model_type"]))
     switch = config["model_type"] == SWITCH
     if config.get("router_bias"):
         raise CheckpointError(
             f"{where}: router_bias is true, but a Switch router has no bias, and none is dropped."
         )
-    vocab_size = int(get("vocab_size"))
-    depth = int(get("num_layers"))
-    tied, head = _head(config, keys, switch=switch)
-    experts = int(get("num_experts")) if switch else 0
-    depths = (depth, int(config.get("num_decoder_layers") or depth))
+    vocab_size = fields.integer("vocab_size")
+    depth = fields.integer("num_layers")
+    tied, head = _head(fields, keys, switch=switch)
+    experts = fields.integer("num_experts") if switch else 0
+    depths = (depth, fields.integer("num_decoder_layers", depth))
     sparse = [
-        _sparse(config, stack, layers) if experts else ()
+        _sparse(fields, stack, layers) if experts else ()
         for stack, layers in zip(("encoder", "decoder"), depths, strict=True)
     ]
     shape = T5Shape(
         num_encoder_layers=depths[0],
         num_decoder_layers=depths[1],
-        hidden_size=int(get("d_model")),
-        ffn_hidden_size=int(get("d_ff")),
-        num_heads=int(get("num_heads")),
-        head_channels=int(get("d_kv")),
-        num_buckets=int(get("relative_attention_num_buckets")),
+        hidden_size=fields.integer("d_model"),
+        ffn_hidden_size=fields.integer("d_ff"),
+        num_heads=fields.integer("num_heads"),
+        head_channels=fields.integer("d_kv"),
+        num_buckets=fields.integer("relative_attention_num_buckets"),
         vocab_size=vocab_size,
         padded_vocab_size=-(-vocab_size // multiple) * multiple,
         gated=_is_gated(config, where),
@@ -96,18 +100,18 @@ def t5_from_config(
         decoder_sparse=sparse[1],
     )
     losses = {
-        "moe-aux-loss-coeff": config.get("router_aux_loss_coef"),
-        "moe-z-loss-coeff": config.get("router_z_loss_coef"),
-        "moe-input-jitter-eps": config.get("router_jitter_noise") or None,
+        flag: fields.number(name)
+        for flag, name in _LOSSES.items()
+        if fields.has(name) and (config[name] or flag != _JITTER)
     }
     return T5Model(
         shape=shape,
-        epsilon=float(config.get("layer_norm_epsilon", 1e-6)),
-        max_distance=int(config.get("relative_attention_max_distance", 128)),
+        epsilon=fields.number("layer_norm_epsilon", 1e-6, positive=True),
+        max_distance=fields.integer("relative_attention_max_distance", 128),
         head=head,
-        capacity=int(get("expert_capacity")) if experts else None,
-        dropout=float(config.get("dropout_rate", 0.1)),
-        losses={name: value for name, value in losses.items() if value is not None},
+        capacity=fields.integer("expert_capacity") if experts else None,
+        dropout=fields.fraction("dropout_rate", 0.1),
+        losses=losses,
     )
 
 
@@ -270,11 +274,11 @@ def t5_config(model: T5Model, dtype: str) -> dict[str, Any]:
     }
 
 
-def _head(config: Mapping[str, Any], keys: Collection[str], *, switch: bool) -> tuple[bool, str]:
+def _head(fields: ConfigFields, keys: Collection[str], *, switch: bool) -> tuple[bool, str]:
     """Return whether Megatron's head is tied, and the name of the head's tensor."""
-    tied = config.get("tie_word_embeddings") is not False
-    scaled = tied if switch else config.get("scale_decoder_outputs", tied)
-    return bool(scaled), HEAD if HEAD in keys or scaled else EMBEDDING
+    tied = fields.flag("tie_word_embeddings", True)
+    scaled = tied if switch else fields.flag("scale_decoder_outputs", tied)
+    return scaled, HEAD if HEAD in keys or scaled else EMBEDDING
 
 
 def _is_gated(config: Mapping[str, Any], where: str) -> bool:
@@ -289,13 +293,11 @@ def _is_gated(config: Mapping[str, Any], where: str) -> bool:
     return False
 
 
-def _sparse(config: Mapping[str, Any], stack: str, depth: int) -> tuple[int, ...]:
+def _sparse(fields: ConfigFields, stack: str, depth: int) -> tuple[int, ...]:
     """Return the sparse layers of a stack, as ``transformers`` finds them."""
-    step = config.get(f"{stack}_sparse_step")
-    if step is None:
-        count = int(config.get(f"num_sparse_{stack}_layers", 3))
-        step = depth // count if count else depth
-    return _every(int(step), depth)
+    count = fields.integer(f"num_sparse_{stack}_layers", 3, least=0)
+    step = depth // count if count else depth
+    return _every(fields.integer(f"{stack}_sparse_step", step, least=0), depth)
 
 
 def _every(step: int, depth: int) -> tuple[int, ...]:

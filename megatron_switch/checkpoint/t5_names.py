@@ -19,6 +19,8 @@ from megatron_switch.checkpoint.rows import NameTable, Part, Row, plain
 EMBEDDING = "shared.weight"
 HEAD = "lm_head.weight"
 STACKS = ("encoder", "decoder")
+_UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+"""In the files of the first T5 models; attention to the encoder knows no relative positions."""
 _EMBEDDING_ALIASES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
@@ -99,7 +101,7 @@ class _T5:
                     rows += self._dense(ours, f"{theirs}{last}.")
                     modules += [f"{ours}mlp.{linear}" for linear in _LINEARS]
         modules += ["output_layer", "lm_head.output_layer"]
-        return NameTable(tuple(rows), tuple(modules), tuple(expert_modules))
+        return NameTable(tuple(rows), tuple(modules), tuple(expert_modules), unread=(_UNREAD,))
 
     def _ends(self) -> Iterator[Row]:
         """Embedding and head."""

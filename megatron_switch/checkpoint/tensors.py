@@ -140,6 +140,19 @@ def check_finite(tensor: Tensor, key: str, file: Path) -> None:
         )
 
 
+def differing_bits(first: Tensor, second: Tensor) -> int:
+    """Return how many elements of two tensors of one type and shape differ in any bit.
+
+    Zero and minus zero differ, and a NaN equals itself.
+    """
+    integers = _INTEGERS[first.dtype.itemsize]
+    one, two = (tensor.contiguous().view(integers) for tensor in (first, second))
+    return 0 if torch.equal(one, two) else int((one != two).sum())
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def listing(names: Iterable[str], limit: int = 8) -> str:
     """Return the first names of a set, sorted, and how many more there are."""
     every = sorted(names)

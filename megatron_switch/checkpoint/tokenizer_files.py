@@ -42,8 +42,7 @@ def tokenizer_flags(source: Path, target: Path, vocab_size: int) -> dict[str, An
         if (source / name).is_file():
             path = str(target / name)
             return {"tokenizer-type": "SentencePieceTokenizer", "tokenizer-model": path}
-    # Megatron's adds a token that ends a document.
-    return {"tokenizer-type": "NullTokenizer", "vocab-size": vocab_size - 1}
+    return {"tokenizer-type": "NullTokenizer", "vocab-size": vocab_size}
 
 
 def write_tokenizer(args: Namespace, folder: Path, where: Path) -> str:
@@ -64,12 +63,12 @@ def write_tokenizer(args: Namespace, folder: Path, where: Path) -> str:
     kind, model = args.tokenizer_type, args.tokenizer_model
     if kind == "NullTokenizer":
         return "The model has no tokenizer (NullTokenizer): none is written."
-    path = _find(Path(model), where) if model else None
+    path = find_tokenizer(Path(model), where) if model else None
     if kind == "HuggingFaceTokenizer" and path is not None and path.is_dir():
         names = copy_tokenizer(path, folder)
         return f"Tokenizer copied from {path}: {', '.join(names)}."
     if kind in _SENTENCEPIECE_TYPES and path is not None:
-        _write_sentencepiece(path, folder)
+        _write_sentencepiece(path, folder, ends_texts=_of_t5(args))
         return f"Tokenizer written as tokenizer.json from {path}."
     raise CheckpointError(
         f"The checkpoint names --tokenizer-type {kind} --tokenizer-model {model}, which is not "
@@ -78,18 +77,24 @@ def write_tokenizer(args: Namespace, folder: Path, where: Path) -> str:
     )
 
 
-def _find(path: Path, where: Path) -> Path | None:
+def find_tokenizer(path: Path, where: Path) -> Path | None:
     """Return where a tokenizer is: as stored, or beside a checkpoint that was moved with it."""
     beside = where / path.parent.name / path.name
     moved = where / path.name
     return next((each for each in (path, beside, moved) if each.exists()), None)
 
 
-def _write_sentencepiece(path: Path, folder: Path) -> None:
+def _of_t5(args: Namespace) -> bool:
+    """Whether the tokenizer is that of a T5, which puts the end token behind every text."""
+    return getattr(args, "switch_arch", "gpt") == "t5"
+
+
+def _write_sentencepiece(path: Path, folder: Path, *, ends_texts: bool) -> None:
     import sentencepiece
 
     try:
         from tokenizers import Tokenizer
+        from tokenizers.processors import TemplateProcessing
     except ImportError as error:
         raise CheckpointError(
             "Writing tokenizer.json needs the package tokenizers. Install it with pip install "
@@ -98,6 +103,13 @@ def _write_sentencepiece(path: Path, folder: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     proto = _proto(path)
     tokenizer: Any = Tokenizer.from_str(_json(proto))
+    if ends_texts and processor.eos_id() >= 0:
+        end = processor.id_to_piece(processor.eos_id())
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"$A {end}",
+            pair=f"$A {end} $B {end}",
+            special_tokens=[(end, processor.eos_id())],
+        )
     for text in _SAMPLES:
         expected = processor.encode(text)
         found = tokenizer.encode(text, add_special_tokens=False).ids

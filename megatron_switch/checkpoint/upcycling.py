@@ -138,6 +138,11 @@ def _expert(chunk: Chunk, factor: float, *, second_half: bool) -> Tensor:
         weight = weight.clone()
         part = weight.chunk(2)[1] if second_half else weight
         part.copy_((part.float() * factor).to(weight.dtype))
+        if not bool(torch.isfinite(part).all()):
+            raise CheckpointError(
+                f"{chunk.key} times {factor:.4g} (--scale sqrt_e) is more than {weight.dtype} "
+                "holds. Convert the model with --dtype fp32 or bf16 first."
+            )
     return weight.unsqueeze(0)
 
 

@@ -4,8 +4,11 @@ Torch and Megatron take seconds to import, and a help text or a mistyped flag mu
 them. What is named here of the code behind, its tests compare with it.
 """
 
-from argparse import ArgumentParser
+import math
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
+
+from megatron_switch.commands.words import count
 
 DTYPE_NAMES = ("keep", "bf16", "fp32")
 MODEL_TYPES = (
@@ -41,13 +44,18 @@ def convert_parser() -> ArgumentParser:
     _common(action)
     action.add_argument(
         "--vocab-multiple",
-        type=int,
+        type=count,
+        metavar="N",
         default=8,
         help="pad the vocabulary with rows of zeros to a multiple of this (default: %(default)s, "
         "which every tensor-parallel size up to 8 divides)",
     )
     action.add_argument(
-        "--workers", type=int, default=1, help="threads; memory grows with them (default: 1)"
+        "--workers",
+        type=count,
+        default=1,
+        metavar="N",
+        help="threads; memory grows with them (default: 1)",
     )
 
     action = actions.add_parser("megatron-to-hf", help="write a folder in Hugging Face's format")
@@ -63,7 +71,8 @@ def convert_parser() -> ArgumentParser:
     )
     action.add_argument(
         "--vocab-size",
-        type=int,
+        type=count,
+        metavar="N",
         help="rows of the embedding (default: without the padding that a run added)",
     )
     action.add_argument("--tokenizer-model", help="where the tokenizer is now, if it was moved")
@@ -104,7 +113,7 @@ def reshard_parser() -> ArgumentParser:
     parser.add_argument("--save", type=Path, required=True, metavar="DIR")
     parser.add_argument("--iteration", type=int, help="default: the newest one")
     for flag in RESHARD_SIZES:
-        parser.add_argument(f"--{flag}", type=int, default=1, metavar="N", help="default: 1")
+        parser.add_argument(f"--{flag}", type=count, default=1, metavar="N", help="default: 1")
     parser.add_argument(
         "--decoder-first-pipeline-num-layers",
         dest="first",
@@ -127,12 +136,16 @@ def reshard_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--world-size",
-        type=int,
+        type=count,
         metavar="N",
         help="ranks of the next run (default: the fewest that the sizes need)",
     )
     parser.add_argument(
-        "--workers", type=int, default=1, help="threads; memory grows with them (default: 1)"
+        "--workers",
+        type=count,
+        default=1,
+        metavar="N",
+        help="threads; memory grows with them (default: 1)",
     )
     return parser
 
@@ -147,11 +160,16 @@ def upcycle_parser() -> ArgumentParser:
     source.add_argument("--load", type=Path, metavar="DIR", help="a Megatron checkpoint")
     source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face's Llama, Qwen or T5")
     parser.add_argument("--save", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--num-experts", type=int, required=True, metavar="E")
+    parser.add_argument("--num-experts", type=count, required=True, metavar="E")
     parser.add_argument(
         "--moe-layer-freq",
         metavar="[0,1,...]",
         help="which layers get experts, of both stacks where there are two (default: every second)",
+    )
+    parser.add_argument(
+        "--switch-decoder-layer-freq",
+        metavar="[0,1,...]",
+        help="which layers of an encoder-decoder's decoder do, where they are others",
     )
     parser.add_argument(
         "--scale",
@@ -161,13 +179,27 @@ def upcycle_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--router-scale",
-        type=float,
+        type=_scale,
         default=0.1,
+        metavar="S",
         help="--switch-init-scale of the new routers; 0 makes them zero (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the routers")
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="report the first loss on this text"
     )
-    parser.add_argument("--workers", type=int, default=1, help="threads (default: 1)")
+    parser.add_argument(
+        "--workers", type=count, default=1, metavar="N", help="threads (default: 1)"
+    )
     return parser
+
+
+def _scale(text: str) -> float:
+    """Return a number from 0 up, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"takes a number, 0 or more, got '{text}'")
+    return value

@@ -19,21 +19,27 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_switch.checkpoint.conversion import (
-    TOKENIZER_FOLDER,
     Import,
     plan_export,
     plan_import,
+    stored_args,
     write_export,
     write_import,
 )
 from megatron_switch.checkpoint.files import Asker, checkpoint_folder, find_checkpoint
 from megatron_switch.checkpoint.inspection import inspect_folder
-from megatron_switch.checkpoint.tensors import size_text
+from megatron_switch.checkpoint.source_settings import (
+    TOKENIZER_FOLDER,
+    SourceSettings,
+    kept_settings,
+)
+from megatron_switch.checkpoint.tensors import listing, size_text
 from megatron_switch.checkpoint.tokenizer_files import tokenizer_flags, write_tokenizer
 from megatron_switch.checkpoint.verification import compare_sides
 from megatron_switch.commands.checkpoint_parsers import convert_parser
 from megatron_switch.commands.progress import bytes_progress
-from megatron_switch.data.tokenizer import build_tokenizer
+from megatron_switch.data.encoder_decoder import SpecialTokens
+from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.vocabulary import padded_vocab_size
 
@@ -75,6 +81,13 @@ def _import(own: Namespace) -> None:
         f"{own.megatron}: {plan.model.model_type}, {rows} tensors, "
         f"{size_text(plan.nbytes)}, {padding} vocabulary rows of padding."
     )
+    if left_out := plan.model.table.without_effect(plan.source):
+        print(f"Left out, because nothing depends on them: {listing(left_out)}.")
+    if (trouble := _tokenizer_trouble(plan, args)) is not None:
+        print(
+            f"The tokenizer of {own.hf} was copied, but {trouble} Add --tokenizer-type and "
+            "--tokenizer-model of another one below."
+        )
     if flags["tokenizer-type"] == "NullTokenizer":
         print(
             f"{own.hf} has no tokenizer, so tokens are numbers. For texts add --tokenizer-type and "
@@ -101,6 +114,20 @@ def import_flags(plan: Import, target: Path) -> dict[str, Any]:
     return flags
 
 
+def _tokenizer_trouble(plan: Import, args: Namespace) -> str | None:
+    """Say why training could not use a source's tokenizer, or None."""
+    there = tokenizer_flags(plan.folder, plan.folder, plan.model.vocab_size)
+    place = there.get("tokenizer-model")
+    try:
+        tokenizer = build_tokenizer(Namespace(**{**vars(args), "tokenizer_model": place}))
+    except (ConfigError, DataError) as error:
+        return f"cannot be used: {error}"
+    rows = plan.model.padded_vocab_size
+    if tokenizer.vocab_size > rows:
+        return f"has {tokenizer.vocab_size} tokens, more than the {rows} rows of the embedding."
+    return None
+
+
 def training_command(flags: dict[str, Any], folder: Path) -> str:
     """Return the command that trains on from a converted checkpoint, ready to be pasted."""
     command = [
@@ -125,13 +152,16 @@ _SHOWN = (
 
 def _export(own: Namespace) -> None:
     found = find_checkpoint(checkpoint_folder(own.megatron), iteration=own.iteration, asker=_ASKER)
-    plan = plan_export(found, architecture=own.architecture, dtype=own.dtype)
-    size = own.vocab_size or _tokens(plan.args)
-    if size is not None:
-        plan = plan_export(found, architecture=own.architecture, dtype=own.dtype, vocab_size=size)
-    args = plan.args
+    args = stored_args(found)
     if own.tokenizer_model:
         args.tokenizer_model = own.tokenizer_model
+    settings = _settings(args, found.folder.parent, own.vocab_size)
+    plan = plan_export(
+        found,
+        architecture=own.architecture,
+        dtype=own.dtype,
+        vocab_size=own.vocab_size or settings.vocab_size,
+    )
     notes = list(plan.model.notes)
 
     def tokenizer(folder: Path) -> None:
@@ -139,7 +169,7 @@ def _export(own: Namespace) -> None:
             notes.append(write_tokenizer(args, folder, found.folder.parent))
 
     with bytes_progress("converting", plan.nbytes) as on_bytes:
-        write_export(plan, own.hf, tokenizer=tokenizer, on_bytes=on_bytes)
+        write_export(plan, own.hf, tokenizer=tokenizer, settings=settings, on_bytes=on_bytes)
     print(
         f"{own.hf}: {plan.model.model_type}, {sum(len(g.names) for g in plan.groups)} tensors, "
         f"{size_text(plan.nbytes)}."
@@ -148,20 +178,51 @@ def _export(own: Namespace) -> None:
         print(note)
 
 
-def _tokens(args: Namespace) -> int | None:
-    """Return the rows of the vocabulary that are no padding, where that can be told.
+def _settings(args: Namespace, where: Path, wanted_rows: int | None) -> SourceSettings:
+    """Return the rows of the vocabulary that are no padding, and the tokens with a meaning.
 
-    A run pads the tokenizer's tokens by a known rule. What was converted has the rows that its
-    format had, which are often more than its tokenizer has tokens, and keeps them.
+    An imported model has what its source had. A run pads its tokenizer's tokens by a known rule,
+    and takes the tokens with a meaning from the tokenizer.
     """
-    if args.tokenizer_type == "NullTokenizer":
-        return int(args.vocab_size) + 1  # and the one that ends a document
+    kept = kept_settings(args, where)
     try:
-        tokens = build_tokenizer(args).vocab_size
+        tokenizer = build_tokenizer(args)
     except (ConfigError, DataError):  # it was moved; whether that matters is decided elsewhere
-        return None
-    padded = padded_vocab_size(tokens, make_divisible_by=args.make_vocab_size_divisible_by)
-    return tokens if padded == args.padded_vocab_size else None
+        return kept
+    tokens = tokenizer.vocab_size
+    if wanted_rows and wanted_rows < tokens:
+        raise CheckpointError(
+            f"--vocab-size {wanted_rows} would cut off rows of the tokenizer's {tokens} tokens. "
+            f"Give {tokens} or more, or leave the flag out."
+        )
+    if kept.vocab_size is not None:
+        return kept
+    if args.tokenizer_type == "NullTokenizer":
+        padded = args.padded_vocab_size  # by whatever rule: there is nothing but tokens
+    else:
+        padded = padded_vocab_size(tokens, make_divisible_by=args.make_vocab_size_divisible_by)
+    return SourceSettings(
+        vocab_size=tokens if padded == args.padded_vocab_size else None,
+        token_ids=_token_ids(tokenizer, is_t5=getattr(args, "switch_arch", "gpt") == "t5"),
+    )
+
+
+def _token_ids(tokenizer: Tokenizer, *, is_t5: bool) -> dict[str, int | None]:
+    """Return the ids that training gave a meaning."""
+    special = SpecialTokens.of(tokenizer.built, tokenizer.vocab_size)
+    if is_t5:
+        return {
+            "pad_token_id": special.padding,
+            "eos_token_id": special.end,
+            "decoder_start_token_id": special.padding,
+        }
+    # Documents are told apart by their end alone.
+    has_padding = special.padding != special.end
+    return {
+        "bos_token_id": None,
+        "eos_token_id": special.end,
+        "pad_token_id": special.padding if has_padding else None,
+    }
 
 
 def _inspect(own: Namespace) -> None:
@@ -178,8 +239,12 @@ def _verify(own: Namespace) -> None:
     total = sum(path.stat().st_size for path in found.folder.glob("*.distcp"))
     with bytes_progress("comparing", total) as on_bytes:
         result = compare_sides(own.hf, found, on_bytes=on_bytes)
-    rounded = f", {result.rounded} after rounding" if result.rounded else ", bit for bit"
-    print(f"Tensors: {result.rows} compared, {size_text(result.nbytes)}, all equal{rounded}.")
+    kinds = {
+        "equal values in another type": result.widened,
+        "after rounding": result.rounded,
+    }
+    how = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) or "bit for bit"
+    print(f"Tensors: {result.rows} compared, {size_text(result.nbytes)}, all equal, {how}.")
     if own.tensors_only:
         return
     from megatron_switch.commands.parity import compare_logits

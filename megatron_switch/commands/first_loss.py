@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_switch.checkpoint.hf_folder import CONFIG, read_json
 from megatron_switch.commands.parity import their_scores
 from megatron_switch.data.tokenizer import build_tokenizer
 from megatron_switch.errors import DataError
@@ -65,10 +66,12 @@ def first_losses(
         new: The new model's checkpoint folder.
 
     Raises:
-        DataError: The text is too short or cannot be tokenized.
+        DataError: The text is too short, cannot be tokenized, or has tokens that the model has not.
     """
     is_t5 = args.switch_arch == "t5"
-    window_BS = _windows(text, args)
+    # A model in Hugging Face's format has no row for the padding of Megatron's vocabulary.
+    rows = args.padded_vocab_size if hf is None else read_json(hf / CONFIG)["vocab_size"]
+    window_BS = _windows(text, args, rows)
     if is_t5:
         cut = window_BS.size(1) * 3 // 4
         source_BS, target_BS = window_BS[:, :cut], window_BS[:, cut:-1]
@@ -89,7 +92,7 @@ def first_losses(
     return FirstLosses(mean_loss(dense_BSV, labels_BS), dropless, sparse, labels_BS.numel())
 
 
-def _windows(text: Path, args: Namespace) -> Tensor:
+def _windows(text: Path, args: Namespace, rows: int) -> Tensor:
     """Return the first tokens of a text, shape (windows, positions)."""
     tokenizer = build_tokenizer(args)
     length = min(_LENGTH, int(args.seq_length)) + 1
@@ -101,6 +104,12 @@ def _windows(text: Path, args: Namespace) -> Tensor:
         raise DataError(
             f"--text {text} cannot be tokenized: {error}. The checkpoint is written."
         ) from error
+    beyond = [token for token in tokens if not 0 <= token < rows]
+    if beyond:
+        raise DataError(
+            f"--text {text} has a token {beyond[0]}, but the embedding has {rows} rows. The "
+            "checkpoint is written; give a text of the model's tokens to learn its first loss."
+        )
     count = min(_WINDOWS, len(tokens) // length)
     if count == 0:
         raise DataError(

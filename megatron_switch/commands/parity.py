@@ -98,7 +98,8 @@ def their_scores(hf: Path, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tens
     if anew:
         raise CheckpointError(
             f"transformers would draw {', '.join(anew[:5])} anew when it opens {hf}: the folder "
-            "is not complete for it."
+            "is not complete for it, or it has no class for this model (a Switch with gated "
+            "units). Compare tensors only, with --tensors-only."
         )
     inputs = {"input_ids": tokens_BS}
     if targets_BS is not None:

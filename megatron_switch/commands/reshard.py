@@ -61,11 +61,13 @@ def run(argv: Sequence[str]) -> int:
 def _layout(own: Namespace, args: Namespace, placement: Placement) -> Layout:
     """Return the new layout, checked against the model as at the start of a run."""
     sizes = {name: getattr(own, flag.replace("-", "_")) for flag, name in RESHARD_SIZES.items()}
-    if sizes["ep"] > 1 and not args.num_experts:
-        raise CheckpointError(
-            f"The model has no experts, got --expert-model-parallel-size {sizes['ep']}. Leave the "
-            "flag out."
-        )
+    of_experts = [flag for flag, name in RESHARD_SIZES.items() if name in ("ep", "etp")]
+    for flag in of_experts:
+        size = sizes[RESHARD_SIZES[flag]]
+        if size > 1 and not args.num_experts:
+            raise CheckpointError(
+                f"The model has no experts, got --{flag} {size}. Leave the flag out."
+            )
     least = sizes["pp"] * math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
     layout = Layout(world_size=own.world_size or least, cp=1, **sizes)
     if getattr(args, "switch_arch", "gpt") == "t5" and layout.pp > 1:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from megatron_switch.checkpoint.conversion import (
-    TOKENIZER_FOLDER,
     open_weights,
     plan_import,
     stored_args,
@@ -29,6 +28,7 @@ from megatron_switch.checkpoint.gpt_model import GptModel, gpt_flags, gpt_from_a
 from megatron_switch.checkpoint.gpt_names import gpt_table
 from megatron_switch.checkpoint.hf_folder import CONFIG, copy_tokenizer, read_json
 from megatron_switch.checkpoint.rows import NameTable
+from megatron_switch.checkpoint.source_settings import TOKENIZER_FOLDER, keep_settings
 from megatron_switch.checkpoint.staging import folder_put_in_place
 from megatron_switch.checkpoint.t5_model import T5Model, t5_flags, t5_from_args, t5_from_config
 from megatron_switch.checkpoint.t5_names import t5_table
@@ -65,8 +65,6 @@ def run(argv: Sequence[str]) -> int:
     own = upcycle_parser().parse_args(list(argv))
     if own.text is not None and not own.text.is_file():
         raise DataError(f"--text {own.text} is no file. Name a text, or leave the flag out.")
-    if own.num_experts < 1:
-        raise ConfigError(f"--num-experts is at least 1, got {own.num_experts}.")
     dense = _from_hf(own) if own.hf is not None else _from_megatron(own)
     pattern = _pattern(own, dense.model.shape)
     model, table, how = _sparse(dense.model, pattern, own)
@@ -81,6 +79,7 @@ def run(argv: Sequence[str]) -> int:
     ):
         if own.hf is not None:
             copy_tokenizer(own.hf, folder / TOKENIZER_FOLDER)
+            keep_settings(own.hf, folder / TOKENIZER_FOLDER)
         write_release(folder, chunks, table, args, workers=own.workers, on_bytes=on_bytes)
     print(
         f"{own.save}: {own.num_experts} experts in {len(how.sparse)} layers, "
@@ -149,21 +148,43 @@ def _pattern(own: Namespace, shape: Any) -> dict[str, list[int]]:
     depths = {"decoder": shape.num_layers} if hasattr(shape, "num_layers") else None
     if depths is None:
         depths = {"encoder": shape.num_encoder_layers, "decoder": shape.num_decoder_layers}
-    if own.moe_layer_freq is None:
-        return {stack: switch_layer_pattern(depth) for stack, depth in depths.items()}
-    words = own.moe_layer_freq.strip("[] ").split(",")
+    both = ("--moe-layer-freq", own.moe_layer_freq)
+    of_decoder = ("--switch-decoder-layer-freq", own.switch_decoder_layer_freq)
+    if of_decoder[1] is not None and "encoder" not in depths:
+        raise ConfigError(
+            f"{of_decoder[0]} is for an encoder-decoder, and the model is none. Use {both[0]}."
+        )
+    given = dict.fromkeys(depths, both)
+    if of_decoder[1] is not None:
+        given["decoder"] = of_decoder
+    patterns = {
+        stack: switch_layer_pattern(depth)
+        if given[stack][1] is None
+        else _spelled(*given[stack], stack, depth)
+        for stack, depth in depths.items()
+    }
+    if not any(map(sum, patterns.values())):
+        raise ConfigError(
+            f"{both[0]} gives experts to no layer, got {own.moe_layer_freq}. Set one of its "
+            "entries to 1."
+        )
+    return patterns
+
+
+def _spelled(flag: str, text: str, stack: str, depth: int) -> list[int]:
+    """Return the layers of a stack that get experts, as a flag spells them."""
+    words = text.strip("[] ").split(",")
     if any(word.strip() not in ("0", "1") for word in words):
         raise ConfigError(
-            "--moe-layer-freq says of each layer whether it gets experts, as in [0,1,0,1]; got "
-            f"{own.moe_layer_freq}."
+            f"{flag} says of each layer whether it gets experts, as in [0,1,0,1]; got {text}."
         )
-    pattern = [int(word) for word in words]
-    for stack, depth in depths.items():
-        if len(pattern) != depth:
-            raise ConfigError(
-                f"--moe-layer-freq has {len(pattern)} entries, but the {stack} has {depth} layers."
-            )
-    return dict.fromkeys(depths, pattern)
+    if len(words) != depth:
+        other = ", or name its layers with --switch-decoder-layer-freq" * (stack == "decoder")
+        raise ConfigError(
+            f"{flag} has {len(words)} entries, but the {stack} has {depth} layers. Write one for "
+            f"each{other if flag == '--moe-layer-freq' else ''}."
+        )
+    return [int(word) for word in words]
 
 
 def _sparse(

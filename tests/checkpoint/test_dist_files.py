@@ -1,6 +1,9 @@
 """What is written without a model is what Megatron writes, and damage is found where it is."""
 
 import pickle
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,32 @@ def test_chunks_must_tile_their_tensor(tmp_path):
         write_dist_checkpoint(tmp_path, chunks_of(WHOLE, "whole", QUARTERS[:3]), {}, {})
     with pytest.raises(AssertionError, match="whole is written twice"):
         write_dist_checkpoint(tmp_path, chunks_of(WHOLE, "whole", [*QUARTERS, QUARTERS[0]]), {}, {})
+
+
+def test_a_failure_ends_the_other_workers_with_the_chunk_at_hand(tmp_path):
+    """Or Ctrl-C would wait for files of gigabytes."""
+    rows = 40
+    made = []
+    failed = threading.Event()
+
+    def make(row):
+        if row == rows // 2:  # the first of the second file
+            failed.set()
+            raise CheckpointError("a source is damaged")
+        assert failed.wait(10)
+        time.sleep(0.05)  # as long as the news needs
+        made.append(row)
+        return torch.ones(1, 4)
+
+    boxes = [Box((row, 0), (1, 4)) for row in range(rows)]
+    chunks = [
+        Chunk("all", (rows, 4), torch.float32, box, partial(make, row))
+        for row, box in enumerate(boxes)
+    ]
+    with pytest.raises(CheckpointError, match="a source is damaged"):
+        write_dist_checkpoint(tmp_path, chunks, {}, {}, workers=2)
+    assert len(made) < 5
+    assert not (tmp_path / ".metadata").exists()
 
 
 def test_a_file_that_was_cut_off_is_named(folder):

@@ -91,14 +91,31 @@ class _Trap:
 @pytest.mark.parametrize("save", [torch.save, lambda v, p: p.write_bytes(pickle.dumps(v))])
 def test_code_in_weights_is_refused_and_not_run(tmp_path, save):
     save({"a": _Trap(tmp_path / "executed")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="Nothing in it was executed"):
+    with pytest.raises(CheckpointError, match="Nothing in it was executed") as error:
         HuggingFaceSource(tmp_path)
     assert not (tmp_path / "executed").exists()
+    assert "weights_only" not in str(error.value)  # torch's advice is to execute it
 
 
-def test_other_things_than_tensors_are_refused(tmp_path):
-    torch.save({"a": {"b": B}}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="expected to hold tensors by name"):
+def test_a_file_of_torch_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"read as plain tensors \(EOFError\)\. "):
+        HuggingFaceSource(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": {"b": B}},
+        {1: B},
+        [B],
+        {"a": torch.eye(2).to_sparse()},
+        {"a": torch.ones(2, device="meta")},
+    ],
+)
+def test_other_things_than_dense_tensors_are_refused(tmp_path, content):
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="expected to hold dense tensors by name"):
         HuggingFaceSource(tmp_path)
 
 

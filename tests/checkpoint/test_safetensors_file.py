@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from megatron_switch.checkpoint.safetensors_file import Group, SafetensorsFile, write_safetensors
@@ -78,12 +79,46 @@ def header(entry) -> bytes:
         (header({"dtype": "Q9", "shape": [4], "data_offsets": [0, 16]}), "unknown type Q9"),
         (header({"dtype": "F32", "shape": [3], "data_offsets": [0, 16]}), "x has 16 bytes, but"),
         (header({"dtype": "F32", "shape": [4]}), "data_offsets"),
+        ((90_000).to_bytes(8, "little") + b"[" * 90_000, "no safetensors file: maximum recursion"),
     ],
 )
 def test_a_damaged_header_is_refused(tmp_path, content, message):
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         SafetensorsFile(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"a": [0, 8], "b": [4, 12]}, r"b is expected to begin at byte \d+, behind the tensor"),
+        ({"a": [0, 8], "b": [0, 8]}, r"b is expected to begin at byte"),
+        ({"a": [0, 8], "b": [12, 20]}, r"b is expected to begin at byte"),
+        ({"a": [4, 12], "b": [12, 20]}, r"a is expected to begin at byte"),
+        ({"a": [-4, 4], "b": [4, 12]}, r"a is expected to begin at byte"),
+        ({"a": [0, 8], "b": [8, 16]}, r"last tensor ends at byte \d+, but the file has"),
+    ],
+)
+def test_tensors_that_overlap_or_leave_holes_are_refused(tmp_path, places, message):
+    path = tmp_path / "x.safetensors"
+    entries = {
+        key: {"dtype": "F32", "shape": [2], "data_offsets": place} for key, place in places.items()
+    }
+    text = json.dumps(entries).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(20))
+    with pytest.raises(CheckpointError, match=message):
+        SafetensorsFile(path)
+    with pytest.raises(SafetensorError):  # the library refuses them, too
+        load_file(path)
+
+
+def test_a_file_that_goes_away_while_it_is_read_is_named(path):
+    file = SafetensorsFile(path)
+    path.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"theirs.safetensors: matrix cannot be read: .*No such"
+    ):
+        file.read("matrix")
 
 
 def test_a_missing_file_is_named(tmp_path):

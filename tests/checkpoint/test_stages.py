@@ -47,6 +47,9 @@ def test_each_layer_has_its_stage(placement, layers, pp, stages):
         (Placement(spelled="Et|tL"), 3, 2, r"--pipeline-model-parallel-layout Et\|tL .* place 3"),
         (Placement(spelled="Ett|tx"), 3, 2, r"Invalid layer character: x .* Write E for the"),
         (Placement(spelled="Et|ttL"), 3, 4, r"does not place 3 layers on 4 stages"),
+        (Placement(first=3), 3, 2, r"3 layers .* at least one onto each, got --decoder-f.* 3\."),
+        (Placement(first=1, last=2), 3, 3, r"3 layers .* 3 pipeline .* got --dec.* 1 and --dec"),
+        (Placement(spelled="Et|ttL"), 3, 1, r"makes 2 chunks of one pipeline stage, .* Set --pip"),
         (Placement(first=1, spelled="Et|ttL"), 3, 2, r"leave out --decoder-first-pipeline-num-"),
     ],
 )

@@ -1,5 +1,6 @@
 """A target is whole or absent, whatever happens while it is written."""
 
+import errno
 import os
 import shutil
 import signal
@@ -35,6 +36,52 @@ def test_nothing_is_left_after_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="no more"):
         interrupted()
     assert list(tmp_path.iterdir()) == []
+
+
+def no_space(note: str = "") -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device" + note)
+
+
+def because(error: Exception, cause: Exception | None = None) -> Exception:
+    error.__context__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (no_space(), r"nothing of it is left: .*No space left on device\. Free some space or"),
+        (because(RuntimeError("unexpected pos"), no_space()), r"No space left on device\. Free"),
+        (OSError(errno.EIO, "Input/output error", "a"), r"error: 'a'\. Look after that file or"),
+    ],
+)
+def test_a_disk_that_fails_meanwhile_is_told(tmp_path, error, words):
+    with pytest.raises(CheckpointError, match=rf"--save .*target could not be .* {words}"):
+        fail_while_writing(tmp_path, error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail_while_writing(folder, error):
+    with put(folder / "target") as partial:
+        (partial / "file").write_text("half")
+        raise error
+
+
+def test_a_message_about_a_source_stays_as_it_is(tmp_path):
+    with pytest.raises(CheckpointError, match=r"^the source is damaged$"):
+        fail_while_writing(tmp_path, because(CheckpointError("the source is damaged"), no_space()))
+
+
+def test_a_link_in_the_way_is_not_followed(tmp_path):
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "file").write_text("theirs")
+    (tmp_path / ".target.partial").symlink_to(tmp_path / "others")
+    with (
+        pytest.raises(CheckpointError, match="A symbolic link is in the way"),
+        put(tmp_path / "target"),
+    ):
+        pass
+    assert (tmp_path / "others" / "file").read_text() == "theirs"
 
 
 def test_an_existing_target_is_refused(tmp_path):

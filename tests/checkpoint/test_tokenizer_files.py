@@ -43,6 +43,22 @@ def test_it_encodes_and_decodes_alike(model, tmp_path):
     assert theirs.pad_token_id == ours.pad_id()
 
 
+def test_only_the_tokenizer_of_a_t5_ends_texts(model, tmp_path):
+    end = sentencepiece.SentencePieceProcessor(model_file=str(model)).eos_id()
+    for arch in ("gpt", "t5"):
+        args = Namespace(**vars(arguments("SentencePieceTokenizer", model)), switch_arch=arch)
+        (tmp_path / arch).mkdir()
+        write_tokenizer(args, tmp_path / arch, tmp_path)
+    plain, ending = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / arch) for arch in ("gpt", "t5")
+    )
+    for text in ("Hello world!", "", "def f(x):"):
+        ids = plain(text).input_ids
+        assert ids == plain.encode(text, add_special_tokens=False)
+        assert ending(text).input_ids == [*ids, end]
+        assert ending.decode([*ids, end], skip_special_tokens=True) == plain.decode(ids)
+
+
 def test_a_tokenizer_that_would_differ_is_refused(model, tmp_path, monkeypatch):
     original = tokenizer_files._json
     monkeypatch.setattr(tokenizer_files, "_json", lambda p: original(p).replace('" "', '"_"'))
@@ -86,4 +102,4 @@ def test_flags_name_what_will_lie_in_the_checkpoint(tmp_path, name, kind, model)
     flags = tokenizer_flags(tmp_path, Path("there"), 100)
     assert flags["tokenizer-type"] == kind
     assert flags.get("tokenizer-model") == model
-    assert kind != "NullTokenizer" or flags["vocab-size"] == 99
+    assert kind != "NullTokenizer" or flags["vocab-size"] == 100

@@ -107,6 +107,20 @@ def test_routers_differ_by_layer_and_seed_and_are_a_runs_own():
     assert not torch.equal(made(upcycle(chunks, replace(HOW, layers_before=3)))[key], first)
 
 
+def test_a_weight_that_leaves_its_type_is_refused():
+    _, chunks = dense()
+    key = "decoder.layers.1.mlp.linear_fc2.weight"
+    large = [
+        replace(chunk, dtype=torch.float16, make=lambda c=chunk: torch.full(c.shape, 6e4).half())
+        if chunk.key == key
+        else chunk
+        for chunk in chunks
+    ]
+    made(upcycle(large, HOW))  # as they are
+    with pytest.raises(CheckpointError, match=rf"{key} times .* is more than torch.float16 holds"):
+        made(upcycle(large, replace(HOW, scale="sqrt_e")))
+
+
 def test_a_model_with_biases_is_refused():
     _, chunks = dense()
     bias = "decoder.layers.1.mlp.linear_fc2.bias"

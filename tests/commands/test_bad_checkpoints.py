@@ -4,6 +4,7 @@ Nothing is written, whichever command reads it.
 """
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,12 +94,29 @@ def llama(tmp_path, monkeypatch) -> Path:
         (tensors(lambda t: t[Q][3].fill_(float("nan"))), [WEIGHTS, Q, "32 elements", "of 1024"]),
         (tensors(lambda t: t.pop(Q)), ["hf does not hold", f"lacks {Q}"]),
         (tensors(lambda t: t.update(more=torch.ones(1))), ["hf does not", "of the model are more"]),
-        (settings(num_attention_heads=5, head_dim=None), ["q_proj.weight", "(32, 32)", "(30, 32)"]),
-        (settings(num_key_value_heads=3), [WEIGHTS, "k_proj.weight", "(16, 32)", "(24, 32)"]),
+        (
+            settings(num_attention_heads=5, num_key_value_heads=5, head_dim=None),
+            ["q_proj.weight", "(32, 32)", "(30, 32)"],
+        ),
+        (settings(num_key_value_heads=4), [WEIGHTS, "k_proj.weight", "(16, 32)", "(32, 32)"]),
+        (settings(num_key_value_heads=3), ["num_key_value_heads is 3", "a divisor of its 4 heads"]),
         (settings(num_hidden_layers=5), ["lacks model.layers.4."]),
         (settings(vocab_size=128), [WEIGHTS, "embed_tokens.weight", "(99, 32)", "(128, 32)"]),
         (settings(tie_word_embeddings=True), ["lm_head.weight differs from model.embed_tokens"]),
+        (settings(num_hidden_layers="4"), ["hf/config.json: num_hidden_layers is '4'", "whole"]),
+        (settings(vocab_size=[99]), ["hf/config.json: vocab_size is [99]", "1 or more"]),
+        (settings(hidden_size=0), ["hf/config.json: hidden_size is 0"]),
+        (settings(max_position_embeddings=-1), ["max_position_embeddings is -1"]),
+        (settings(rms_norm_eps="tiny"), ["rms_norm_eps is 'tiny'", "a number above 0"]),
+        (settings(tie_word_embeddings="no"), ["tie_word_embeddings is 'no'", "true or false"]),
+        (settings(rope_parameters=[1]), ["rope_parameters is [1]", "an object"]),
+        (
+            settings(rope_parameters={"rope_theta": "x"}),
+            ["config.json, rope_parameters: rope_theta"],
+        ),
+        (settings(model_type=["llama"]), ["config.json", "of type ['llama']"]),
         (settings(model_type="mamba"), ["config.json", "'mamba'", "switch_transformers"]),
+        (lambda folder: (folder / "config.json").write_text("[" * 99_999), ["cannot be read"]),
         (lambda folder: (folder / "config.json").write_text("{"), ["config.json cannot be read"]),
         (lambda folder: (folder / "config.json").unlink(), ["config.json is missing"]),
         (lambda folder: Path("new").mkdir(), ["--megatron new already exists"]),
@@ -172,11 +190,132 @@ def test_a_missing_iteration_names_the_flag(tmp_path, capsys):
     assert "--iteration 6 asks for" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("count", ["0", "-1"])
-def test_experts_must_be_some(llama, capsys, count):
-    words = ["upcycle", "--hf", str(llama), "--save", "new", "--num-experts", count]
-    assert main(words) == 2
-    assert f"--num-experts is at least 1, got {count}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("model_type", "changes", "words"),
+    [
+        ("qwen2_moe", {"num_experts": "four"}, ["num_experts is 'four'", "0 or more"]),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step is 0", "1 or more"]),
+        ("qwen2_moe", {"mlp_only_layers": 1}, ["mlp_only_layers is 1", "layers from 0 to 3"]),
+        ("qwen2_moe", {"mlp_only_layers": [4]}, ["mlp_only_layers is [4]"]),
+        ("qwen2_moe", {"moe_intermediate_size": -1}, ["moe_intermediate_size is -1"]),
+        ("switch_transformers", {"num_experts": 0}, ["num_experts is 0", "1 or more"]),
+        ("switch_transformers", {"expert_capacity": "64"}, ["expert_capacity is '64'"]),
+        ("switch_transformers", {"encoder_sparse_step": [2]}, ["encoder_sparse_step is [2]"]),
+        ("switch_transformers", {"dropout_rate": 1.5}, ["dropout_rate is 1.5", "less than 1"]),
+        ("switch_transformers", {"layer_norm_epsilon": 0}, ["layer_norm_epsilon is 0"]),
+        ("switch_transformers", {"router_aux_loss_coef": "a"}, ["router_aux_loss_coef is 'a'"]),
+        ("switch_transformers", {"num_decoder_layers": 1.5}, ["num_decoder_layers is 1.5"]),
+    ],
+)
+def test_settings_of_experts_are_held_to_the_format(
+    tmp_path, monkeypatch, capsys, model_type, changes, words
+):
+    monkeypatch.chdir(tmp_path)
+    hf_models.save(tmp_path / "hf", model_type)
+    settings(**changes)(Path("hf"))
+    assert main(["convert", "hf-to-megatron", "--hf", "hf", "--megatron", "new"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert [word for word in ["hf/config.json: ", *words] if word not in message] == [], message
+    assert not Path("new").exists()
+
+
+WRITERS = {
+    "hf-to-megatron": "convert hf-to-megatron --hf hf --megatron new",
+    "megatron-to-hf": "convert megatron-to-hf --megatron m --hf new",
+    "reshard": "reshard --load m --save new",
+    "upcycle": "upcycle --load m --save new --num-experts 4",
+}
+
+
+@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_a_disk_that_fills_up_meanwhile_is_an_error_and_leaves_nothing(
+    megatron, capsys, command, limit
+):
+    before = sorted(Path().rglob("*"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        code = main(WRITERS[command].split())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2
+    message = " ".join(capsys.readouterr().err.split("megatron-switch: error:")[1].split())
+    assert "new could not be written to its end, and nothing of it is left" in message
+    assert "File too large. Free some space" in message
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("convert hf-to-megatron --hf hf --megatron new --workers 0", "--workers: takes a whole"),
+        (
+            "convert hf-to-megatron --hf hf --megatron new --vocab-multiple 0",
+            "--vocab-multiple: ta",
+        ),
+        ("convert megatron-to-hf --megatron m --hf new --vocab-size -1", "--vocab-size: takes a w"),
+        ("reshard --load m --save new --workers -1", "--workers: takes a whole number from 1"),
+        ("reshard --load m --save new --world-size 0", "--world-size: takes a whole number from 1"),
+        (
+            "reshard --load m --save new --tensor-model-parallel-size 0",
+            "--tensor-model-parallel-size: takes a whole number from 1",
+        ),
+        (
+            "upcycle --hf hf --save new --num-experts 0",
+            "--num-experts: takes a whole number from 1",
+        ),
+        ("upcycle --hf hf --save new --num-experts -1", "--num-experts: takes a whole number"),
+        ("upcycle --hf hf --save new --num-experts 4 --workers 0", "--workers: takes a whole"),
+        (
+            "upcycle --hf hf --save new --num-experts 4 --router-scale nan",
+            "--router-scale: takes a number, 0 or more, got 'nan'",
+        ),
+        (
+            "upcycle --hf hf --save new --num-experts 4 --router-scale -1",
+            "--router-scale: takes a number, 0 or more, got '-1'",
+        ),
+    ],
+)
+def test_counts_are_at_least_one_and_scales_are_numbers(llama, capsys, words, message):
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "convert megatron-to-hf --megatron m --hf new --vocab-size 105",
+            "--vocab-size 105 asks for more rows than the embedding of m/release has: 104",
+        ),
+        (
+            "convert megatron-to-hf --megatron m --hf new --vocab-size 98",
+            "--vocab-size 98 would cut off rows of the tokenizer's 99 tokens",
+        ),
+        (
+            "reshard --load m --save new --expert-tensor-parallel-size 2",
+            "The model has no experts, got --expert-tensor-parallel-size 2",
+        ),
+        (
+            "upcycle --load m --save new --num-experts 4 --moe-layer-freq [0,0,0,0]",
+            "--moe-layer-freq gives experts to no layer, got [0,0,0,0]",
+        ),
+        (
+            "upcycle --load m --save new --num-experts 4 --moe-layer-freq [0,1]",
+            "--moe-layer-freq has 2 entries, but the decoder has 4 layers. Write one for each",
+        ),
+        (
+            "upcycle --load m --save new --num-experts 4 --switch-decoder-layer-freq [0,1,0,1]",
+            "--switch-decoder-layer-freq is for an encoder-decoder, and the model is none",
+        ),
+    ],
+)
+def test_what_the_model_does_not_allow_is_named(megatron, capsys, words, message):
+    assert main(words.split()) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not Path("new").exists()
 
 

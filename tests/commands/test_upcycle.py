@@ -150,6 +150,45 @@ def test_the_report_tells_gates_from_full_experts():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ["--hf", "--load"])
+def test_a_text_of_other_tokens_is_refused(tmp_path, source):
+    hf, megatron = str(tmp_path / "hf"), str(tmp_path / "megatron")
+    hf_models.save(hf, "t5")
+    if source == "--load":
+        succeeded("convert", "hf-to-megatron", "--hf", hf, "--megatron", megatron)
+    (tmp_path / "text").write_text(" ".join(str(number) for number in range(2000)))
+    outcome = run_command(
+        *("upcycle", source, hf if source == "--hf" else megatron, "--save", str(tmp_path / "new")),
+        *("--num-experts", str(E), "--text", str(tmp_path / "text")),
+    )
+    assert outcome.code == 2
+    rows = 99 if source == "--hf" else 104  # with the padding of Megatron's
+    assert f"has a token {rows}, but the embedding has {rows} rows" in " ".join(
+        outcome.errors.split()
+    )
+
+
+@pytest.mark.slow
+def test_stacks_of_different_depth_have_their_own_patterns(tmp_path):
+    hf_models.save(tmp_path / "hf", "t5")  # 4 and 2 layers
+    words = ["upcycle", "--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "new")]
+    words += ["--num-experts", str(E), "--moe-layer-freq", "[1,0,0,1]"]
+    outcome = run_command(*words)
+    assert outcome.code == 2
+    assert "name its layers with --switch-decoder-layer-freq" in " ".join(outcome.errors.split())
+    succeeded(*words, "--switch-decoder-layer-freq", "[0,1]")
+    found = find_checkpoint(tmp_path / "new").folder
+    routers = sorted(key for key in load_tensors(found) if key.endswith("router.weight"))
+    assert routers == [
+        "decoder.layers.1.mlp.router.weight",
+        "encoder.layers.0.mlp.router.weight",
+        "encoder.layers.3.mlp.router.weight",
+    ]
+    args = read_common_state(found)["args"]
+    assert (args.moe_layer_freq, args.switch_decoder_layer_freq) == ([1, 0, 0, 1], "[0,1]")
+
+
+@pytest.mark.slow
 def test_a_text_that_is_none_or_short_is_refused(tmp_path, drawn_model):
     words = ["upcycle", "--hf", str(drawn_model / "hf"), "--save", str(tmp_path / "new")]
     words += ["--num-experts", str(E), "--text", str(tmp_path / "text")]
