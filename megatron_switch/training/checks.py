@@ -161,6 +161,11 @@ def _check_required(args: Namespace) -> None:
             f"A model and its training need more flags than were given: {', '.join(missing)}. Add "
             "them, or name a JSON file that holds the model's with --switch-model."
         )
+    if args.save is not None and args.save_interval is None:
+        raise ConfigError(
+            f"--save {args.save} says where checkpoints go, but not how often one is written. Add "
+            "--save-interval with a number of iterations."
+        )
 
 
 def _check_batch_growth(args: Namespace) -> None:
@@ -180,6 +185,11 @@ def _check_model(args: Namespace) -> None:
         raise ConfigError(
             f"Query groups share the attention heads evenly, but --num-attention-heads is {heads} "
             f"and --num-query-groups {groups}. Change either."
+        )
+    if args.swiglu and args.ffn_hidden_size is None and args.hidden_size < 24:
+        raise ConfigError(
+            "With --swiglu the MLP is 8/3 of --hidden-size wide, rounded down to a multiple of 64: "
+            f"nothing for {args.hidden_size}. Give --ffn-hidden-size."
         )
     pattern = args.moe_layer_freq
     if args.num_experts and isinstance(pattern, list) and len(pattern) != args.num_layers:

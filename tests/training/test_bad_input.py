@@ -60,6 +60,11 @@ def ranks(number):
             f"{SPARSE} {MOCK} --group-query-attention --num-query-groups 3",
             r"--num-attention-heads is 4 and --num-query-groups 3",
         ),
+        (
+            f"{SPARSE} {MOCK} --swiglu --hidden-size 16",
+            r"8/3 of --hidden-size wide, .* nothing for 16\. Give --ffn-hidden-size",
+        ),
+        (f"{SPARSE} {MOCK} --save runs", r"not how often one is written\. Add --save-interval"),
         (f"{SPARSE} {MOCK} --apply-layernorm-1p", r"--apply-layernorm-1p is set\. Leave it off"),
         (
             f"{SPARSE} {MOCK} --multi-latent-attention",
