@@ -1,6 +1,8 @@
 """What holds for every test: one thread, the same seed, no network, and the slow ones last."""
 
+import functools
 import gc
+import inspect
 import os
 
 # Before torch is imported, here or in a process that a test starts: tests run side by side, and
@@ -17,6 +19,10 @@ gc.disable()  # until all tests are imported: nothing of that is garbage
 # after which no rank can be forked. A FakeTensorMode makes torch count a CUDA device that is not
 # there, so the first pass must come before.
 torch.ones((), requires_grad=True).backward()
+
+# Megatron's parser reads the sources of its settings whenever it is built, which takes 0.2 s and
+# happens hundreds of times.
+inspect.getsource = functools.cache(inspect.getsource)
 
 SLOW_MARKERS = ("slow", "torchrun")
 

@@ -92,6 +92,7 @@ def test_recompute_draws_the_same_dropout_again(one_rank):
     assert recomputed != one_rank(MOE_FLAGS)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_float32(one_rank, tmp_path):
     flags = f"{MOE_FLAGS} --bf16 {EP2} {DISTRIBUTED_OPTIMIZER}"
     losses = losses_of(train(2, flags, tmp_path))

@@ -47,6 +47,7 @@ def test_every_named_model_is_listed():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "config"),
     [

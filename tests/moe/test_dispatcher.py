@@ -281,6 +281,7 @@ def _check_bytes(rank, kind):
     assert 0 < sum(kept.values()) <= 8 * (2 * num_tokens + 4 * num_slots)
 
 
+@pytest.mark.slow
 def test_padded_dispatch_needs_no_data():
     # In a process of its own: the groups of a world of eight exist only here.
     run_ranks(_check_fake, 1)

@@ -285,6 +285,7 @@ def test_a_refused_run_leaves_no_trace(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_splits_that_are_not_read_need_no_document(data):
     prefix = data.split()[1]
     flags = f"{SPARSE} --data-path {prefix} --split 9990,5,5"
@@ -293,6 +294,7 @@ def test_splits_that_are_not_read_need_no_document(data):
     refused(f"{flags} --eval-iters 1", r"400 documents, and --split 9990,5,5 leaves none for")
 
 
+@pytest.mark.slow
 def test_an_index_of_samples_that_cannot_be_kept_is_explained(data):
     refused(f"{SPARSE} {data} --data-cache-path /proc/none", r"order of samples.*--data-cache-path")
 

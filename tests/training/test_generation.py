@@ -19,6 +19,8 @@ from megatron_switch.training.generation import run, text_pieces
 from megatron_switch.training.trained_model import TrainedModel, open_trained_model
 
 PROMPT = "def f3(a, b):"
+pytestmark = pytest.mark.slow  # two trainings come first
+
 CONTEXT = 32
 ON_CPU = ("--switch-device", "cpu")
 TRAINING = """
@@ -138,7 +140,6 @@ def squares(tensor):
     return float(tensor.double().square().sum())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
