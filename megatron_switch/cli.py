@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_switch import __version__
-from megatron_switch.errors import SwitchError
+from megatron_switch.errors import OneRankNumericError, SwitchError
 from megatron_switch.help_text import ShowingDefaults
 
 _USER_ERROR = 2
@@ -97,7 +97,7 @@ def reporting_errors(run: Callable[[], int]) -> int:
         return run()
     except SwitchError as error:
         rank = os.environ.get("RANK", "0")
-        if rank != "0":  # the same on every rank, unless something is wrong with this one alone
+        if rank != "0" and not isinstance(error, OneRankNumericError):  # others say the same
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training's would save a checkpoint
             time.sleep(_PATIENCE_S)
         where = f" (rank {rank})" if rank != "0" else ""

@@ -30,5 +30,9 @@ class NumericError(SwitchError, ArithmeticError):
     """Training has left the numbers: infinity or NaN where a step would learn from it."""
 
 
+class OneRankNumericError(NumericError):
+    """The same, seen by one rank in what it alone holds, so that no other will tell."""
+
+
 class UpstreamError(SwitchError):
     """The installed Megatron-Core or torch is not what this code was checked against."""

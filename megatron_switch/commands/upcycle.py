@@ -82,7 +82,8 @@ def run(argv: Sequence[str]) -> int:
             keep_settings(own.hf, folder / TOKENIZER_FOLDER)
         write_release(folder, chunks, table, args, workers=own.workers, on_bytes=on_bytes)
     print(
-        f"{own.save}: {own.num_experts} experts in {len(how.sparse)} layers, "
+        f"{own.save}: {own.num_experts} experts in {len(how.sparse)} "
+        f"layer{'s' if len(how.sparse) > 1 else ''}, "
         f"{size_text(size)} (the dense model: "
         f"{size_text(sum(chunk.nbytes for chunk in dense.chunks))})."
     )
@@ -90,7 +91,8 @@ def run(argv: Sequence[str]) -> int:
         from megatron_switch.commands.first_loss import first_losses
 
         with redirect_stdout(sys.stderr):
-            losses = first_losses(own.text, args, dense_folder=own.load, hf=own.hf, new=own.save)
+            folder = None if own.load is None else checkpoint_folder(own.load)
+            losses = first_losses(own.text, args, dense_folder=folder, hf=own.hf, new=own.save)
         print(losses.explained(own.scale, own.num_experts))
     return 0
 

@@ -188,6 +188,13 @@ def check_sentinels(plan: SpanPlan, available: int) -> None:
     Raises:
         ConfigError: With the flags that change either.
     """
+    if available == 0:
+        raise ConfigError(
+            f"Span corruption marks {plan.spans} spans of each sample with sentinels "
+            "<extra_id_N>, and the tokenizer has none. Train one with megatron-switch prepare "
+            f"--sentinels {max(plan.spans, 100)}, or train on pairs of texts: --data-path with "
+            ".jsonl files of input and target."
+        )
     if available < plan.spans:
         raise ConfigError(
             f"Span corruption makes {plan.spans} spans of each sample, and the tokenizer has "

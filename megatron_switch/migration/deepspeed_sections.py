@@ -98,14 +98,21 @@ def _read_zero(file: JsonFile, found: Translation) -> None:
         raise inner.refuse("stage", f"ZeRO has stages 0 to 3, found {stage}.")
     if stage >= 1:
         found.set("--use-distributed-optimizer")
-    if stage == 2:
+    on_host = _read_offload(inner, found)
+    if stage >= 2 and on_host:
+        found.note(
+            "zero_optimization.stage",
+            f"Stage {stage} is not translated: Megatron-FSDP, which cuts gradients and weights, "
+            "does not work with --optimizer-cpu-offload. The distributed optimizer (stage 1) does.",
+        )
+    elif stage == 2:
         _set_fsdp(found, "optim_grads")
         found.note(
             "zero_optimization.stage",
             "Stage 2 is Megatron-FSDP's optim_grads. The distributed optimizer alone (stage 1) "
             "reduce-scatters gradients too and only keeps their whole buffer: try it first.",
         )
-    if stage == 3:
+    elif stage == 3:
         _set_fsdp(found, "optim_grads_params")
         found.note(
             "zero_optimization.stage",
@@ -119,7 +126,6 @@ def _read_zero(file: JsonFile, found: Translation) -> None:
         size = _number(inner, "reduce_bucket_size")
         if size is not None:
             found.set("--ddp-bucket-size", int(size))
-    _read_offload(inner, found)
     for key in sorted(inner.values.keys() - _ZERO_KNOWN):
         found.note(f"zero_optimization.{key}", "Has no equal; Megatron sizes its buckets itself.")
 
@@ -141,7 +147,9 @@ def _set_fsdp(found: Translation, strategy: str) -> None:
     found.set("--ckpt-format", "fsdp_dtensor")
 
 
-def _read_offload(zero: JsonFile, found: Translation) -> None:
+def _read_offload(zero: JsonFile, found: Translation) -> bool:
+    """Translate what goes to the host; return whether the optimizer does."""
+    on_host = False
     for key in ("offload_optimizer", "offload_param"):
         if key not in zero.values:
             continue
@@ -159,6 +167,8 @@ def _read_offload(zero: JsonFile, found: Translation) -> None:
         found.set("--optimizer-cpu-offload")
         found.set("--optimizer-offload-fraction", _number(inner, "ratio") or 1.0)
         found.set("--use-precision-aware-optimizer")
+        on_host = True
+    return on_host
 
 
 def _read_clipping(file: JsonFile, found: Translation) -> None:

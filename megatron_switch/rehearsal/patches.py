@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
 from megatron_switch.patching import Patch, applied
@@ -198,12 +199,24 @@ def _observed(
                 observer.memory.in_forward_backward = False
 
         step(short)
+        _gather_while_computing(model, config)
         state = observer.begin(model, optimizer)
         step(watched)
         report(observer.end(model, state))
         raise SystemExit(0)
 
     return train_step
+
+
+def _gather_while_computing(model: Sequence[nn.Module], config: Any) -> None:
+    """Let forward passes gather the weights from now on, as Megatron's loop does after one step."""
+    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+            chunk.enable_forward_pre_hook()
+            if chunk.ddp_config.align_param_gather:
+                syncs = [each.start_param_sync for each in chunks]
+                config.param_sync_func = syncs if len(syncs) > 1 else syncs[0]
 
 
 def _of_this_rank_only(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -209,6 +209,12 @@ def _check_savings(args: Namespace) -> None:
             f"--pipeline-model-parallel-size {stages}. Give 1, or keep "
             "--use-distributed-optimizer alone."
         )
+    if args.use_megatron_fsdp and args.optimizer_cpu_offload:
+        raise ConfigError(
+            "Megatron's offloading optimizer cannot copy the gradients of Megatron-FSDP, which are "
+            "cut, to the host: got --use-megatron-fsdp and --optimizer-cpu-offload. Leave either "
+            "out; --use-distributed-optimizer goes with the second."
+        )
 
 
 def _flag(attribute: str) -> str:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.training import get_args
 
-from megatron_switch.errors import NumericError
+from megatron_switch.errors import NumericError, OneRankNumericError
 from megatron_switch.moe.metrics import SwitchMetricsTracker
 
 _SHOWN = 3
@@ -83,12 +83,13 @@ class NonFiniteGuard:
         For errors between the routers and the end of the step, when other ranks may be gone.
 
         Raises:
-            NumericError: From ``error``, if router logits were not finite.
+            OneRankNumericError: From ``error``, if router logits were not finite.
         """
-        bad_L = self._tracker.not_finite_layers().tolist()
+        # As numbers: a rehearsal guesses that a truth it cannot read is true, and a count 0.
+        bad_L = self._tracker.not_finite_layers().int().tolist()
         places = {layer: dist.get_rank() for layer, bad in enumerate(bad_L) if bad}
         if places:
-            raise NumericError(self._verdict(places) + _ADVICE) from error
+            raise OneRankNumericError(self._verdict(places) + _ADVICE) from error
 
     def _places(self, bad: torch.Tensor) -> dict[int, int]:
         """Return the entries that are set on any rank, each with the lowest such rank."""

@@ -122,6 +122,8 @@ def test_too_few_sentinels_are_refused_with_the_ways_out():
     check_sentinels(plan, 28)
     with pytest.raises(ConfigError, match=r"28 spans .* 27 sentinels .*prepare --sentinels 100"):
         check_sentinels(plan, 27)
+    with pytest.raises(ConfigError, match=r"tokenizer has none\. .*--sentinels 100, .*\.jsonl"):
+        check_sentinels(plan, 0)
 
 
 class Texts:

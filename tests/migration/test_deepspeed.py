@@ -134,6 +134,8 @@ def test_offload(tmp_path):
     found = translate(tmp_path, {"zero_optimization": zero})
     assert found.flags["--optimizer-offload-fraction"] == "0.5"
     assert {"--optimizer-cpu-offload", "--use-precision-aware-optimizer"} <= found.flags.keys()
+    assert "--use-megatron-fsdp" not in found.flags
+    assert "Stage 3 is not translated" in notes(found)["zero_optimization.stage"]
     assert "Offload to nvme has no equal" in notes(found)["zero_optimization.offload_param"]
     none = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}
     assert "--optimizer-cpu-offload" not in translate(tmp_path, none).flags

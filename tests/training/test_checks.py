@@ -105,6 +105,12 @@ def test_megatron_fsdp_with_pipeline_stages_is_refused(sparse_line):
     assert notes(sparse_line("--use-megatron-fsdp")) == ()
 
 
+def test_megatron_fsdp_with_an_optimizer_on_the_host_is_refused(sparse_line):
+    message = r"gradients of Megatron-FSDP.* --use-megatron-fsdp and --optimizer-cpu-offload\."
+    with pytest.raises(ConfigError, match=message):
+        notes(sparse_line("--use-megatron-fsdp --optimizer-cpu-offload"))
+
+
 def test_a_factor_of_0_is_refused(sparse_line):
     with pytest.raises(ConfigError, match=r"drop every token, got --moe-expert-capacity-factor 0"):
         notes(sparse_line("--moe-expert-capacity-factor 0"))
