@@ -91,8 +91,8 @@ def run(argv: Sequence[str]) -> int:
         from megatron_switch.commands.first_loss import first_losses
 
         with redirect_stdout(sys.stderr):
-            folder = None if own.load is None else checkpoint_folder(own.load)
-            losses = first_losses(own.text, args, dense_folder=folder, hf=own.hf, new=own.save)
+            source = None if own.load is None else checkpoint_folder(own.load)
+            losses = first_losses(own.text, args, dense_folder=source, hf=own.hf, new=own.save)
         print(losses.explained(own.scale, own.num_experts))
     return 0
 
