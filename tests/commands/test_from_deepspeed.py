@@ -55,9 +55,9 @@ def test_the_launch_line_is_accepted_by_training(capsys, tmp_path):
     assert (args.num_experts, args.expert_model_parallel_size) == (64, 8)
     assert (args.tensor_model_parallel_size, args.sequence_parallel) == (2, True)
     assert (args.fp16, args.hysteresis, args.clip_grad) == (True, 4, 0.5)
-    assert args.use_megatron_fsdp
-    assert args.data_parallel_sharding_strategy == "optim_grads"
+    assert args.use_distributed_optimizer
     assert args.optimizer_cpu_offload
+    assert not args.use_megatron_fsdp  # which does not go with the line above
     assert args.wandb_project == "two words"
     assert args.lr_decay_style == "cosine"
     assert args.switch_capacity_rounding == "ceil"

@@ -16,7 +16,7 @@ from checkpoint import hf_models
 from training.tiny_run import run_command, trained
 
 from megatron_switch.checkpoint.contents import read_common_state
-from megatron_switch.checkpoint.files import find_checkpoint
+from megatron_switch.checkpoint.files import checkpoint_folder, find_checkpoint
 from megatron_switch.commands.first_loss import FirstLosses
 from megatron_switch.testing.checkpoints import load_tensors
 
@@ -57,10 +57,10 @@ def tokenizer(tmp_path_factory, text) -> Path:
 
 @pytest.fixture(scope="module")
 def trained_model(tmp_path_factory, tokenizer) -> Path:
-    """A dense Megatron checkpoint that was trained, and its export."""
+    """A dense model that was trained in a run folder, and its export."""
     folder = tmp_path_factory.mktemp("dense")
-    trained(f"{MODEL} --tokenizer-model {tokenizer} --save {folder / 'megatron'}")
-    found = find_checkpoint(folder / "megatron")
+    trained(f"{MODEL} --tokenizer-model {tokenizer} --switch-run-dir {folder / 'megatron'}")
+    found = find_checkpoint(checkpoint_folder(folder / "megatron"))
     rows = read_common_state(found.folder)["args"].padded_vocab_size
     assert rows > 200  # a run's loss counts the rows of padding, and so must the export's
     succeeded(
