@@ -79,7 +79,7 @@ _MODEL = f"""
     --max-position-embeddings {SEQUENCE_LENGTH} --disable-bias-linear --num-experts {NUM_EXPERTS}
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 16
     --hidden-dropout 0 --attention-dropout 0 --mock-data --micro-batch-size {MICRO_BATCH_SIZE}
-    --train-iters {NUM_STEPS} --lr 1e-3 --adam-eps 1e-3 --clip-grad {CLIP} --ddp-bucket-size 4096
+    --train-iters {NUM_STEPS} --lr 1e-3 --adam-eps 1e-3 --clip-grad {CLIP} --ddp-bucket-size 16384
     --moe-expert-capacity-factor 1.0 --switch-eval-capacity-factor 1.5 --switch-min-capacity 1
     --moe-aux-loss-coeff 0.5 --moe-z-loss-coeff 0.1 --eval-iters 1 --rerun-mode disabled
     --logging-level 40 --disable-gloo-process-groups --no-initialization

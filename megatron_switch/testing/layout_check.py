@@ -1,14 +1,15 @@
 """``megatron-switch check-layouts``: train in every legal layout and compare with one rank.
 
 On the CPU every case has fresh ranks, forked from one process, so that a case that fails takes
-nothing with it. Ranks wait for each other more than they compute, so several *benches*, forked
-processes too, each train one case after the other. On GPUs the number of ranks is the launcher's
+nothing with it. Ranks wait for each other, so several *benches*, forked processes too, each train
+one case after the other, which keeps every core busy. On GPUs the number of ranks is the launcher's
 (``torchrun``), the layouts are those of that number, and the ranks take one case after the other.
 
 A reference, the run on one rank with the same meaning, comes before the first case that needs it.
 Ranks compare their parts where they are, and send what they found to rank 0, never the tensors.
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -107,7 +108,8 @@ def check_on_cpu(
     num_benches = min(
         len(cases), max(_LEAST_BENCHES, len(os.sched_getaffinity(0)) // _CORES_A_BENCH)
     )
-    with tempfile.TemporaryDirectory(prefix="switch-layouts-") as folder:
+    folders = tempfile.TemporaryDirectory(prefix="switch-layouts-")
+    with repaired_megatron(), folders as folder:
         bench = partial(_work, _Pile(cases), tell, fault, Path(folder))
         code = launch(num_benches, bench)
         if code != 0:
@@ -138,13 +140,16 @@ class _Pile:
 
 def _work(pile: _Pile, tell: Callable[[Result], None], fault: Fault, folder: Path) -> None:
     """Run cases of the pile until it is empty."""
+    references: dict[str, WholeValues] = {}
     for index, case in pile:
+        if case.meaning not in references:
+            references[case.meaning] = _shared_reference(case.reference(), folder)
         compared = partial(
             _compared,
             case,
             _parsed(case, "cpu"),  # here, once for all ranks: it takes as long as a step
             "cpu",
-            _shared_reference(case.reference(), folder),
+            references[case.meaning],
             fault=fault,
         )
         answer = folder / f"verdict-{index}"
@@ -177,7 +182,8 @@ def _on_ranks(target: Callable[[], Any], num_ranks: int, answer: Path) -> Any:
     """
 
     def on_rank() -> None:
-        with cuda_on_cpu(), repaired_megatron(), _quiet():
+        gc.disable()  # it would take a twentieth of the time, and the rank ends in seconds
+        with cuda_on_cpu(), _quiet():
             dist.init_process_group("gloo", timeout=_TIMEOUT)
             found = target()
             if dist.get_rank() == 0:
