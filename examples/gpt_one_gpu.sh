@@ -12,6 +12,8 @@ set -euo pipefail
 MEMORY=${1:-24}
 shift || true
 RUN=${RUN:-runs/gpt-one-gpu}
+: "${DATA:?give the data, as in DATA=corpus/corpus}"
+: "${TOKENIZER:?give the tokenizer, as in TOKENIZER=corpus/tokenizer.model}"
 
 case "$MEMORY" in
   8)
@@ -53,4 +55,4 @@ DATA_FLAGS=(
 # shellcheck disable=SC2086  # LAUNCH is words
 exec ${LAUNCH:-megatron-switch train} \
   "${MODEL[@]}" "${ARCHITECTURE[@]}" "${SWITCH[@]}" "${BATCH[@]}" "${TRAINING[@]}" \
-  "${SAVING[@]}" "${DATA_FLAGS[@]}" "$@"
+  "${SAVING[@]}" "${DATA_FLAGS[@]}" --switch-device cuda "$@"

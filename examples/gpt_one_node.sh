@@ -9,6 +9,8 @@
 set -euo pipefail
 
 RUN=${RUN:-runs/gpt-one-node}
+: "${DATA:?give the data, as in DATA=corpus/corpus}"
+: "${TOKENIZER:?give the tokenizer, as in TOKENIZER=corpus/tokenizer.model}"
 
 MODEL=(
   --num-layers 12 --hidden-size 1024 --num-attention-heads 16
@@ -35,4 +37,4 @@ DATA_FLAGS=(
 # shellcheck disable=SC2086  # LAUNCH is words
 exec ${LAUNCH:-torchrun --standalone --nproc-per-node 8 -m megatron_switch train} \
   "${MODEL[@]}" "${SWITCH[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" \
-  "${SAVING[@]}" "${DATA_FLAGS[@]}" "$@"
+  "${SAVING[@]}" "${DATA_FLAGS[@]}" --switch-device cuda "$@"

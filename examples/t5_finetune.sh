@@ -11,10 +11,12 @@
 set -euo pipefail
 
 RUN=${RUN:-runs/t5-finetune}
+: "${DATA:?give pairs of texts, as in DATA=pairs.jsonl}"
 
 if [[ -n "${LOAD:-}" ]]; then
   MODEL=(--load "$LOAD" --finetune --use-checkpoint-args)
 else
+  : "${TOKENIZER:?give the tokenizer, as in TOKENIZER=tokenizer.model, or LOAD a checkpoint}"
   MODEL=(
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 --kv-channels 64
     --ffn-hidden-size 3072 --num-experts 8 --seq-length 512
@@ -33,4 +35,5 @@ SAVING=(--save-interval 500 --switch-run-dir "$RUN")
 
 # shellcheck disable=SC2086  # LAUNCH is words
 exec ${LAUNCH:-megatron-switch train} \
-  "${MODEL[@]}" "${SWITCH[@]}" "${BATCH[@]}" "${TRAINING[@]}" "${DATA_FLAGS[@]}" "${SAVING[@]}" "$@"
+  "${MODEL[@]}" "${SWITCH[@]}" "${BATCH[@]}" "${TRAINING[@]}" \
+  "${DATA_FLAGS[@]}" "${SAVING[@]}" --switch-device cuda "$@"

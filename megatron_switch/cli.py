@@ -111,10 +111,18 @@ def _train(argv: list[str]) -> int:
 
         print(train_help(all_flags=_HELP_ALL in argv))
         return 0
+    _refuse_misspelt(argv)
     from megatron_switch.training.session import train
 
     train(argv)
     return 0
+
+
+def _refuse_misspelt(flags: Sequence[str]) -> None:
+    """Refuse a flag that does not exist before Megatron is imported, which takes seconds."""
+    from megatron_switch.layout.train_flags import refuse_unknown
+
+    refuse_unknown(flags)
 
 
 def _launch_local(argv: list[str]) -> int:
@@ -132,6 +140,7 @@ def _launch_local(argv: list[str]) -> int:
         return _train(flags)
     if own.num_ranks < 1:
         parser.error(f"argument -n/--num-ranks: at least 1, got {own.num_ranks}")
+    _refuse_misspelt(flags)
     from megatron_switch.emulation import import_megatron, launch
 
     import_megatron()  # before the next line, so that it does so in the quick way
@@ -196,9 +205,9 @@ def _upcycle(argv: list[str]) -> int:
 
 
 def _capacity_sweep(argv: list[str]) -> int:
-    from megatron_switch.training.parsers import capacity_sweep_parser
+    from megatron_switch.training.parsers import parse_capacity_sweep
 
-    capacity_sweep_parser().parse_known_args(argv)  # help and slips are answered without Megatron
+    parse_capacity_sweep(argv)  # help and slips are answered without Megatron
     from megatron_switch.training.capacity_sweep import run
 
     return run(argv)

@@ -133,9 +133,10 @@ LIGHT = """
 import sys
 from megatron_switch.cli import main
 try:
-    main({words!r})
+    code = main({words!r})
 except SystemExit as end:
-    assert end.code == {code}, end.code
+    code = end.code
+assert code == {code}, code
 print([name for name in ("torch", "megatron.core") if name in sys.modules])
 """
 
@@ -151,6 +152,7 @@ print([name for name in ("torch", "megatron.core") if name in sys.modules])
         (["demo", "--iterations", "many"], 2),
         (["capacity-sweep", "--help"], 0),
         (["capacity-sweep", "folder", "--samples", "many"], 2),
+        (["capacity-sweep", "folder", "--load", "folder"], 2),
         (["convert", "--help"], 0),
         (["convert", "inspect"], 2),
         (["reshard", "--help"], 0),
@@ -159,6 +161,8 @@ print([name for name in ("torch", "megatron.core") if name in sys.modules])
         (["check-layouts", "--device", "tpu"], 2),
         (["launch-local", "--help"], 0),
         (["launch-local", "-n"], 2),
+        (["launch-local", "-n", "2", "--num-expert", "8"], 2),
+        (["train", "--num-expert", "8"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

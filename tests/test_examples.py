@@ -134,9 +134,24 @@ def test_the_command_that_the_help_of_train_shows(corpus):
     assert re.search(r"iteration +3/ +3 .* dropped: ", output)
 
 
+def test_one_gpu_of_24_gb_as_in_the_readme(corpus, tmp_path):
+    small = [*SMALL, "--global-batch-size", "2"]
+    output = run_example("gpt_one_gpu.sh", "24", *small, RUN=str(tmp_path), **corpus)
+    assert "layers bf16, router fp32" in output
+    assert len(losses(tmp_path)) == 3
+
+
 def test_one_gpu_says_which_sizes_there_are(corpus):
     with pytest.raises(AssertionError, match=r"usage: .*gpt_one_gpu.sh 8\|24"):
         run_example("gpt_one_gpu.sh", "16", **corpus)
+
+
+@pytest.mark.parametrize("name", ["gpt_one_gpu.sh", "gpt_one_node.sh", "t5_finetune.sh"])
+@pytest.mark.parametrize("missing", ["DATA", "TOKENIZER"])
+def test_an_example_says_what_it_needs(name, missing, corpus):
+    given = {**corpus, missing: ""}
+    with pytest.raises(AssertionError, match=rf"{missing}: give .* as in {missing}="):
+        run_example(name, **given)
 
 
 def test_one_node_of_eight(corpus, tmp_path):

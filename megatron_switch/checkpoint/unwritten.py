@@ -17,11 +17,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
 from megatron_switch.checkpoint.files import find_checkpoint
+from megatron_switch.checkpoint.tensors import size_text
 from megatron_switch.errors import CheckpointError
 
 _FULL = 2**20
 """Bytes that a full disk may have free: less than the smallest write that did not fit."""
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def bytes_to_write(state: Mapping[str, Any]) -> int:
@@ -53,25 +53,17 @@ def unwritten(folder: Path, num_bytes: int, reason: object) -> CheckpointError:
     files = [path for path in folder.glob("*") if path.is_file()]
     free = shutil.disk_usage(folder).free
     room = free + sum(_bytes_on_disk(path) for path in files)
-    why = f"it needs over {in_words(num_bytes)}, and there was room for {in_words(room)}."
+    needed = f"it needs over {size_text(num_bytes)}, and"
+    why = f"{needed} there was room for {size_text(room)}."
     if free > _FULL and room > num_bytes:
         why = (
-            f"it needs over {in_words(num_bytes)}, and the disk had room for {in_words(room)}; a "
-            "quota, a limit on the size of files (ulimit -f) or the disk itself stands in the way: "
-            f"{reason}."
+            f"{needed} the disk had room for {size_text(room)}; a quota, a limit on the size of "
+            f"files (ulimit -f) or the disk itself stands in the way: {reason}."
         )
     return CheckpointError(
         f"The checkpoint {folder} could not be written: {why} Delete it and others that are not "
         f"needed, or save elsewhere with --save, and start again. {_what_is_whole(folder)}"
     )
-
-
-def in_words(num_bytes: int) -> str:
-    """Return a number of bytes with three digits and a unit."""
-    size, unit = float(num_bytes), 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
 
 
 def _bytes_on_disk(path: Path) -> int:

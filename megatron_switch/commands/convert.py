@@ -35,17 +35,19 @@ from megatron_switch.checkpoint.source_settings import (
 )
 from megatron_switch.checkpoint.tensors import listing, size_text
 from megatron_switch.checkpoint.tokenizer_files import tokenizer_flags, write_tokenizer
-from megatron_switch.checkpoint.verification import compare_sides
+from megatron_switch.checkpoint.verification import plan_comparison
 from megatron_switch.commands.checkpoint_parsers import convert_parser
 from megatron_switch.commands.progress import bytes_progress
 from megatron_switch.data.encoder_decoder import SpecialTokens
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.vocabulary import padded_vocab_size
+from megatron_switch.training.known_warnings import known_warnings_hidden
 
 _ASKER = Asker("--megatron", "--iteration", can_start_anew=False)
 
 
+@known_warnings_hidden()
 def run(argv: Sequence[str]) -> int:
     """Convert as the command line says, and return the exit status.
 
@@ -94,6 +96,8 @@ def _import(own: Namespace) -> None:
             "--tokenizer-model below."
         )
     print(f"Train on from it:\n{training_command(flags, own.megatron)}")
+    if flags.get("num-experts"):
+        print(capacity_text(flags))
 
 
 def import_flags(plan: Import, target: Path) -> dict[str, Any]:
@@ -148,6 +152,38 @@ _SHOWN = (
     "switch-eval-capacity-factor",
 )
 """Which tokens experts drop is stored too; it is shown because the two sides count differently."""
+
+
+def capacity_text(flags: dict[str, Any]) -> str:
+    """Return of what the capacity of an imported model is, and what a larger micro-batch does.
+
+    Args:
+        flags: The model's flags.
+    """
+    slots = flags.get("switch-capacity")
+    by_sequence = flags.get("switch-capacity-group") == "sequence"
+    if slots is not None:
+        of_what = "one sequence" if by_sequence else "one micro-batch, all its sequences together"
+        effect = (
+            "a larger --micro-batch-size drops no more, a longer --seq-length does, and with "
+            "--switch-capacity-group microbatch all sequences would share them"
+            if by_sequence
+            else "a larger --micro-batch-size drops more"
+        )
+        return f"Capacity: an expert takes at most {slots} tokens of {of_what}; {effect}."
+    factor = flags.get("moe-expert-capacity-factor")
+    if factor is not None and float(factor) < 0:
+        return "Capacity: none, so no token is dropped, whatever --micro-batch-size is."
+    of_what = "sequence" if by_sequence else "micro-batch"
+    effect = (
+        "does not depend on --micro-batch-size"
+        if by_sequence
+        else "grows with --micro-batch-size, and a larger one drops fewer"
+    )
+    return (
+        "Capacity: an expert takes at most --moe-expert-capacity-factor times its even share of a "
+        f"{of_what}'s tokens, which {effect}."
+    )
 
 
 def _export(own: Namespace) -> None:
@@ -236,9 +272,9 @@ def _inspect(own: Namespace) -> None:
 
 def _verify(own: Namespace) -> None:
     found = find_checkpoint(checkpoint_folder(own.megatron), asker=_ASKER)
-    total = sum(path.stat().st_size for path in found.folder.glob("*.distcp"))
-    with bytes_progress("comparing", total) as on_bytes:
-        result = compare_sides(own.hf, found, on_bytes=on_bytes)
+    comparison = plan_comparison(own.hf, found)
+    with bytes_progress("comparing", comparison.nbytes) as on_bytes:
+        result = comparison.carry_out(on_bytes=on_bytes)
     kinds = {
         "equal values in another type": result.widened,
         "after rounding": result.rounded,

@@ -5,6 +5,8 @@ Hugging Face's side is computed by ``transformers`` in float32 and evaluation mo
 weights decide the function, not the text.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,9 +88,10 @@ def their_scores(hf: Path, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tens
     if targets_BS is not None:
         kind = transformers.AutoModelForSeq2SeqLM
     try:
-        model, report = kind.from_pretrained(
-            hf, dtype=torch.float32, output_loading_info=True, local_files_only=True
-        )
+        with _without_bars(transformers.utils.logging):
+            model, report = kind.from_pretrained(
+                hf, dtype=torch.float32, output_loading_info=True, local_files_only=True
+            )
     except (KeyError, OSError, ValueError) as error:
         raise CheckpointError(
             f"transformers has no class that opens {hf}: {error}. Compare tensors only, with "
@@ -106,3 +109,15 @@ def their_scores(hf: Path, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tens
         inputs["decoder_input_ids"] = targets_BS
     logits: Tensor = model.eval()(**inputs).logits
     return logits
+
+
+@contextmanager
+def _without_bars(library: Any) -> Iterator[None]:
+    """Keep ``transformers`` from drawing progress bars over this program's own."""
+    were_on = library.is_progress_bar_enabled()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            library.enable_progress_bar()

@@ -82,6 +82,17 @@ class Report:
         for number, plan in enumerate(plans, 1):
             table.add_row(str(number), *_row(plan, self._request))
         self._console.print(table)
+        steps = {
+            number: plan.memory
+            for number, plan in enumerate(plans, 1)
+            if plan.memory.peaks_in_the_step
+        }
+        if steps:
+            needs = ", ".join(f"{memory.step / 1e9:.1f}" for memory in steps.values())
+            self._say(
+                f"In layout{'s' * (len(steps) > 1)} {', '.join(map(str, steps))} the peak is the "
+                f"optimizer's step, which needs {needs} GB in place of act and buffer."
+            )
 
     def groups(self, plan: Plan) -> None:
         """Show over how many nodes and leaves each group is spread."""
@@ -179,10 +190,13 @@ class Report:
                 f"{state.dense.total / 1e9:.1f} = {total / 1e9:.1f} GB: {verdict}"
             )
         fits = plan.memory.total <= budget
+        needs, of_what = plan.memory.buffers, "layers at work"
+        if plan.memory.peaks_in_the_step:
+            needs, of_what = plan.memory.step, "optimizer's step"
         self._say(
             f"With activations and buffers the {_SHARDING[plan.training.sharding]} peaks at "
-            f"{plan.memory.total / 1e9:.1f} GB, {plan.memory.buffers / 1e9:.1f} GB of it the "
-            f"layers at work: {'fits' if fits else 'does not fit'}."
+            f"{plan.memory.total / 1e9:.1f} GB, {needs / 1e9:.1f} GB of it the {of_what}: "
+            f"{'fits' if fits else 'does not fit'}."
         )
         self.warnings(plan)
         self.flags(plan)

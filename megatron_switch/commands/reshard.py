@@ -23,8 +23,10 @@ from megatron_switch.errors import CheckpointError, LayoutError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.checks import check_layout
+from megatron_switch.training.known_warnings import known_warnings_hidden
 
 
+@known_warnings_hidden()
 def run(argv: Sequence[str]) -> int:
     """Rewrite as the command line says, and return the exit status.
 

@@ -39,6 +39,7 @@ from megatron_switch.commands.checkpoint_parsers import upcycle_parser
 from megatron_switch.commands.progress import bytes_progress
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.gpt import switch_layer_pattern
+from megatron_switch.training.known_warnings import known_warnings_hidden
 from megatron_switch.training.written_arguments import written_arguments
 
 
@@ -52,6 +53,7 @@ class _Dense:
     """Flags of its tokenizer and precision."""
 
 
+@known_warnings_hidden()
 def run(argv: Sequence[str]) -> int:
     """Upcycle as the command line says, and return the exit status.
 

@@ -89,7 +89,8 @@ def _paths(prefix: str) -> tuple[Path, Path]:
     if (Path(prefix) / "corpus.idx").is_file():
         hint = f"Give --data-path the files in that folder: {Path(prefix) / 'corpus'}."
     names = " and ".join(map(str, missing))
-    raise DataError(f"Data path {prefix} needs {names}, which is not there. {hint}")
+    absent = "which is not there" if len(missing) == 1 else "which are not there"
+    raise DataError(f"Data path {prefix} needs {names}, {absent}. {hint}")
 
 
 def _check_index(path: Path) -> IndexedFacts:

@@ -169,6 +169,7 @@ class Job:
             sequence_parallel=values.on("sequence-parallel"),
             micro_batch_size=values.whole("micro-batch-size"),
             global_batch_size=values.whole("global-batch-size"),
+            chunk_group=values.whole("microbatch-group-size-per-virtual-pipeline-stage"),
             capacity_group=values.text("switch-capacity-group", "microbatch"),
         )
 

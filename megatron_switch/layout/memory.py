@@ -54,10 +54,18 @@ class MemoryByPart:
         return self.dense.total
 
     @property
+    def peaks_in_the_step(self) -> bool:
+        """Whether the optimizer's step is the peak, and not the end of a forward pass."""
+        return self.step > self._of_a_pass
+
+    @property
     def total(self) -> int:
         """Bytes at the peak."""
-        pass_ = self.activations + self.routing + max(self.buffers, self.logits)
-        return self.expert_state + self.dense_state + max(pass_, self.step)
+        return self.expert_state + self.dense_state + max(self._of_a_pass, self.step)
+
+    @property
+    def _of_a_pass(self) -> int:
+        return self.activations + self.routing + max(self.buffers, self.logits)
 
     def parts(self) -> dict[str, int]:
         """Return the parts by name, in the order in which they are shown."""

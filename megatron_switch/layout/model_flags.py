@@ -232,6 +232,11 @@ def _sparse(values: FlagValues, name: str, num_layers: int) -> tuple[int, ...]:
         return tuple(range(2, num_layers + 1, 2)) or (1,)
     given = values.flags[name]
     pattern = given if isinstance(given, list) else _pattern(name, str(given))
+    if pattern == 0:
+        raise ConfigError(
+            f"--{name} is a number N of at least 1, for experts in every Nth layer, or a pattern "
+            "such as [0,1]*12, got 0."
+        )
     if isinstance(pattern, int):
         pattern = [int(layer % pattern == 0) for layer in range(num_layers)]
     if len(pattern) != num_layers or not all(str(entry) in ("0", "1") for entry in pattern):

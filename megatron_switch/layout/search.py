@@ -276,7 +276,8 @@ def _ways(request: Request, choice: Choice) -> Iterator[tuple[Layout, Training]]
         )
         layers_of_stage(model, layout.pp, vp, 0)
         for micro in sizes:
-            if sequences % micro or (vp > 1 and sequences // micro < choice.pp):
+            # Chunks take as many micro-batches at a time as there are stages.
+            if sequences % micro or (vp > 1 and sequences // micro % choice.pp):
                 continue
             for dispatch in dispatches:
                 yield (

@@ -24,6 +24,8 @@ from megatron_switch.layout.sizes import (
     layout_error,
 )
 
+_CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -42,6 +44,7 @@ class ModelShape:
         sequence_parallel: Whether --sequence-parallel is on.
         micro_batch_size: Sequences of one micro-batch on one data-parallel rank.
         global_batch_size: Sequences of one optimizer step over all ranks.
+        chunk_group: Micro-batches that a virtual pipeline chunk takes at a time; None for PP.
         overlap_p2p: Whether pipeline communication overlaps (it does by default).
         capacity_group: --switch-capacity-group.
     """
@@ -58,6 +61,7 @@ class ModelShape:
     sequence_parallel: bool = False
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
+    chunk_group: int | None = None
     overlap_p2p: bool = True
     capacity_group: str = "microbatch"
 
@@ -266,12 +270,36 @@ def _batch_over_replicas(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
             f"{batch} and micro-batch x DP is {micro} x {sizes.dp} = {step}.",
             f"Set --global-batch-size to {_around(batch, step)}, or change --micro-batch-size.",
         )
-    if sizes.vp > 1 and batch // step < sizes.pp:
+    if sizes.vp > 1:
+        return _micro_batches_over_chunks(sizes, shape, batch, step)
+    return None
+
+
+def _micro_batches_over_chunks(
+    sizes: Sizes, shape: ModelShape, batch: int, step: int
+) -> BrokenRule | None:
+    """Return what Megatron's interleaved schedule would refuse in the first iteration."""
+    micro_batches, group = batch // step, shape.chunk_group or sizes.pp
+    made = f"--global-batch-size {batch} makes {micro_batches} micro-batches"
+    if micro_batches < sizes.pp:
         return BrokenRule(
             "Virtual pipeline chunks need at least as many micro-batches as stages, but "
-            f"--global-batch-size {batch} makes {batch // step} micro-batches and {FLAGS['pp']} "
-            f"is {sizes.pp}.",
+            f"{made} and {FLAGS['pp']} is {sizes.pp}.",
             f"Set --global-batch-size to {step * sizes.pp} or more.",
+        )
+    if not sizes.pp <= group <= micro_batches:
+        return BrokenRule(
+            "Virtual pipeline chunks take at least as many micro-batches at a time as there are "
+            f"stages, and at most all, but {_CHUNK_GROUP} is {group}, {FLAGS['pp']} {sizes.pp} "
+            f"and {made}.",
+            f"Leave {_CHUNK_GROUP} away.",
+        )
+    if 0 < micro_batches % group < sizes.pp:
+        return BrokenRule(
+            f"Virtual pipeline chunks take {group} micro-batches at a time ({_CHUNK_GROUP}, "
+            f"{FLAGS['pp']} unless given), and those left over must be none or at least as many "
+            f"as the {sizes.pp} stages, but {made}: {micro_batches % group} would be left over.",
+            f"Set --global-batch-size to {_around(batch, step * group)}.",
         )
     return None
 

@@ -82,6 +82,7 @@ def translate_config(path: Path, job: Job) -> Translation:
         elif key not in _BATCH:
             found.note(key, "This setting is not known here; nothing was made of it.")
     _read_batch(file, found, job)
+    _say_how_long(found)
     if "gradient_clipping" not in file.values:
         found.set("--clip-grad", 0.0)
         found.note(
@@ -146,6 +147,19 @@ def _read_batch(file: JsonFile, found: Translation, job: Job) -> None:
             "gradient_accumulation_steps",
             "Follows from --global-batch-size / (--micro-batch-size x data-parallel ranks).",
         )
+
+
+def _say_how_long(found: Translation) -> None:
+    """Train for the steps of the scheduler; without one, say that nothing tells how many."""
+    steps = found.flags.get("--lr-decay-iters")
+    if steps is not None:
+        found.set("--train-iters", steps)
+        return
+    found.note(
+        "train_iters",
+        "DeepSpeed's file has no number of steps, unless its scheduler names total_num_steps: add "
+        "--train-iters N, over which the learning rate decays too.",
+    )
 
 
 def check_job(job: Job) -> None:

@@ -95,6 +95,33 @@ def switch_layer_pattern(num_layers: int) -> list[int]:
     return [layer % 2 for layer in range(num_layers)]
 
 
+def check_layer_pattern(pattern: object, num_layers: int, *, flag: str, depth_flag: str) -> None:
+    """Refuse what says of no layer, or of other layers, whether they have experts.
+
+    Args:
+        pattern: Value of ``flag``: every how manieth layer has experts, or a list with one number
+            for each layer.
+        num_layers: Layers of the stack that the flag speaks of.
+        flag: Named in the message.
+        depth_flag: The flag that says how many layers there are; named too.
+
+    Raises:
+        ConfigError: If it is neither a positive number nor such a list.
+    """
+    if isinstance(pattern, int) and pattern > 0:
+        return
+    if not isinstance(pattern, list) or any(entry not in (0, 1) for entry in pattern):
+        raise ConfigError(
+            f"{flag} is a number N of at least 1, for experts in every Nth layer, or says of each "
+            f"layer whether it has experts, as in [0,1,0,1]; got {pattern}."
+        )
+    if len(pattern) != num_layers:
+        raise ConfigError(
+            f"{flag} says of each layer whether it has experts, and has {len(pattern)} entries "
+            f"for {num_layers} layers. Give as many as {depth_flag}."
+        )
+
+
 def switch_gpt_layer_spec(
     config: ModelConfig,
     *,

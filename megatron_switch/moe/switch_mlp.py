@@ -134,7 +134,9 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         try:
             routed: RoutedTokens = self.router(x_BSD, padding_BS)[0]
             y_TD = self.token_dispatcher.run(x_BSD.flatten(0, 1), routed, self.experts)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
             raise torch.OutOfMemoryError(self._memory_advice(x_BSD)) from error
         return y_TD.view_as(x_BSD).transpose(0, 1).contiguous()
 
@@ -175,6 +177,11 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
             return grid.peers * groups * -(-capacity // shards)
         micro_batches = 1 if self.switch.capacity_group == "ep" else -(-grid.peers // shards)
         return min(grid.peers * num_tokens, micro_batches * groups * capacity)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether memory ran out: on a GPU a class says so, on the CPU only the message."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _refuse_unsupported(

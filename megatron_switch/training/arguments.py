@@ -74,7 +74,13 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         return parser
 
     with _command_line_kept():
-        args = parse_args(add_switch_flags)
+        try:
+            args = parse_args(add_switch_flags)
+        except (SyntaxError, MemoryError, OverflowError) as error:
+            raise ConfigError(
+                "The command line cannot be used: Megatron reads patterns of layers, such as "
+                f"--moe-layer-freq [0,1]*12, as Python, and one of them is none: {error}."
+            ) from error
     return CommandLine(args, frozenset(seen))
 
 

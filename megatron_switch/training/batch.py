@@ -153,11 +153,15 @@ class ForwardStep:
     Args:
         seed: Seed of the run, part of the key of Switch layers' noise.
         keyed: Whether any Switch layer draws noise, so that micro-batches must be named.
+        on_evaluation: Called before each micro-batch of an evaluation, once for all model chunks.
     """
 
-    def __init__(self, *, seed: int, keyed: bool) -> None:
+    def __init__(
+        self, *, seed: int, keyed: bool, on_evaluation: Callable[[], None] = lambda: None
+    ) -> None:
         self._seed = seed
         self._keyed = keyed
+        self._on_evaluation = on_evaluation
         self._iteration = -1
         self._calls: dict[int | None, int] = {}
         self._evaluation_iterators: dict[int | None, list[Any]] = {}
@@ -202,6 +206,8 @@ class ForwardStep:
         return 1 if splits_seen > 1 or not args.do_valid else 0
 
     def _note_evaluation(self, data_iterator: Any, vp_stage: int | None) -> None:
+        if not vp_stage:
+            self._on_evaluation()
         seen = self._evaluation_iterators.setdefault(vp_stage, [])
         if data_iterator is not None and not any(data_iterator is one for one in seen):
             seen.append(data_iterator)

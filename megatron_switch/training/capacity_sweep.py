@@ -41,7 +41,7 @@ from megatron_switch.training.batch import build_datasets
 from megatron_switch.training.console import Console
 from megatron_switch.training.data_checks import check_token_files
 from megatron_switch.training.model import sparse_layers
-from megatron_switch.training.parsers import SWEPT_FACTORS, capacity_sweep_parser
+from megatron_switch.training.parsers import SWEPT_FACTORS, parse_capacity_sweep
 from megatron_switch.training.progress import steps_progress
 from megatron_switch.training.trained_model import TrainedModel, open_trained_model
 
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: The checkpoint, its data or the flags cannot be used.
     """
-    own, flags = capacity_sweep_parser().parse_known_args(list(argv))
+    own, flags = parse_capacity_sweep(argv)
     factors = _factors(own.factors)
     rank = int(os.environ.get("RANK", "0"))
     screen = sys.stdout

@@ -6,12 +6,14 @@ from typing import Literal
 
 import psutil
 import torch
+from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.validation import ModelShape, validate_layout, virtual_stages
+from megatron_switch.models.gpt import check_layer_pattern
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.training.arguments import CommandLine
 from megatron_switch.training.banner import has_uneven_stages
@@ -42,6 +44,7 @@ _ALSO_DENSE = (
     "span_length",
 )
 _SPAN_FLAGS = ("switch_span_density", "switch_span_length")
+_OWN_OPTIMIZERS = ("adam", "sgd")
 _T5_FLAGS = ("switch_activation", "switch_decoder_layer_freq", *_SPAN_FLAGS)
 _ROUNDING_FLAGS = ("switch_min_capacity", "switch_capacity_rounding")
 _FACTOR_FLAGS = ("moe_expert_capacity_factor", "switch_eval_capacity_factor", *_ROUNDING_FLAGS)
@@ -66,6 +69,7 @@ def check_before_megatron(
     _check_batch_growth(args)
     _check_model(args)
     _check_savings(args)
+    _check_optimizer(args)
     if args.switch_arch == "t5":
         check_t5(args)
     ignored = ignored_switch_flags(args, switch, line.explicit)
@@ -145,6 +149,7 @@ def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
         sequence_parallel=args.sequence_parallel,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
+        chunk_group=args.microbatch_group_size_per_vp_stage,
         overlap_p2p=args.overlap_p2p_comm,
         capacity_group=switch.capacity_group,
     )
@@ -191,11 +196,12 @@ def _check_model(args: Namespace) -> None:
             "With --swiglu the MLP is 8/3 of --hidden-size wide, rounded down to a multiple of 64: "
             f"nothing for {args.hidden_size}. Give --ffn-hidden-size."
         )
-    pattern = args.moe_layer_freq
-    if args.num_experts and isinstance(pattern, list) and len(pattern) != args.num_layers:
-        raise ConfigError(
-            f"--moe-layer-freq says of each layer whether it has experts, and has {len(pattern)} "
-            f"entries for {args.num_layers} layers. Give as many as --num-layers."
+    if args.num_experts:
+        check_layer_pattern(
+            args.moe_layer_freq,
+            args.num_layers,
+            flag="--moe-layer-freq",
+            depth_flag="--num-layers",
         )
 
 
@@ -214,6 +220,16 @@ def _check_savings(args: Namespace) -> None:
             "Megatron's offloading optimizer cannot copy the gradients of Megatron-FSDP, which are "
             "cut, to the host: got --use-megatron-fsdp and --optimizer-cpu-offload. Leave either "
             "out; --use-distributed-optimizer goes with the second."
+        )
+
+
+def _check_optimizer(args: Namespace) -> None:
+    """Refuse an optimizer of a package that Megatron looks for when the model has been built."""
+    if args.optimizer not in _OWN_OPTIMIZERS and not HAVE_EMERGING_OPTIMIZERS:
+        raise ConfigError(
+            f"--optimizer {args.optimizer} is part of the package emerging-optimizers, which does "
+            "not import here. Install it (pip install emerging-optimizers), or use --optimizer "
+            "adam."
         )
 
 

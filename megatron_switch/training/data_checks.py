@@ -106,9 +106,11 @@ def _check_sources(args: Namespace, named: Mapping[str, list[str]]) -> None:
     if args.tokenizer_type in _FILE_TOKENIZERS and not (
         args.tokenizer_model and Path(args.tokenizer_model).is_file()
     ):
+        model = args.tokenizer_model
+        given = "none was given" if not model else f"--tokenizer-model {model} is none"
         raise DataError(
-            f"--tokenizer-type {args.tokenizer_type} reads a model file, and --tokenizer-model "
-            f"{args.tokenizer_model} is none. Give the file that the data were prepared with."
+            f"--tokenizer-type {args.tokenizer_type} reads a model file, and {given}. Give the "
+            "file that the data were prepared with (--tokenizer-model)."
         )
 
 

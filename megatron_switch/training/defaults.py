@@ -134,20 +134,24 @@ _NOT_ON_CPU = {
 
 
 def _refuse_engine(line: CommandLine, device: Literal["cuda", "cpu"]) -> None:
-    if "transformer_impl" in line.explicit and line.args.transformer_impl == "transformer_engine":
+    asked = {
+        "--transformer-impl transformer_engine": "transformer_impl" in line.explicit
+        and line.args.transformer_impl == "transformer_engine",
+        "--use-precision-aware-optimizer": line.args.use_precision_aware_optimizer,
+    }
+    flag = next((flag for flag, is_set in asked.items() if is_set), None)
+    if flag is None:
+        return
+    missing = (
+        "a GPU, and this run is on the CPU (--switch-device); where there is one, the engine "
+        "comes with pip install 'megatron-switch[te]'. Leave"
+    )
+    if device == "cuda":
         missing = (
-            "a GPU, and this run is on the CPU (--switch-device); where there is one, the engine "
-            "comes with pip install 'megatron-switch[te]'. Leave"
+            "Transformer Engine, which is not installed. Install it with pip install "
+            "'megatron-switch[te]', or leave"
         )
-        if device == "cuda":
-            missing = (
-                "Transformer Engine, which is not installed. Install it with pip install "
-                "'megatron-switch[te]', or leave"
-            )
-        raise ConfigError(
-            f"--transformer-impl transformer_engine needs {missing} the flag out to use plain "
-            "torch modules."
-        )
+    raise ConfigError(f"{flag} needs {missing} the flag out to use what torch has.")
 
 
 def _fill_local(line: CommandLine, set_here: _Setter, *, fused: bool) -> None:

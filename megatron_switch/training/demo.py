@@ -45,7 +45,7 @@ _TRAINING_FLAGS = """
     --lr-warmup-fraction 0.1 --clip-grad 1.0 --weight-decay 0.01 --hidden-dropout 0
     --attention-dropout 0 --eval-interval 1000 --eval-iters 4 --split 98,1,1 --log-interval 10
 """
-_BAR_WIDTH = 28
+_FAIR_MARKS, _MOST_MARKS = 14, 48  # of a bar: for a fair share, and at most, on 80 columns
 _STOPPED = 1  # exit code
 
 
@@ -91,11 +91,11 @@ def run(args: Namespace) -> int:
         print(f"\n{stop}", file=sys.stderr)
         return _STOPPED
     screen.rule("3. What happened")
-    screen.print(summary(records, seconds=seconds, peak_bytes=peak_bytes), highlight=False)
-    screen.print(health_bars(records), highlight=False)
+    text = summary(records, seconds=seconds, peak_bytes=peak_bytes)
+    screen.print(f"{text}\n{health_bars(records)}", highlight=False, soft_wrap=True)
     _look_inside(folder, args.prompt, screen)
     screen.rule("Where everything is")
-    screen.print(_places(data, folder), highlight=False)
+    screen.print(_places(data, folder), highlight=False, soft_wrap=True)
     return 0
 
 
@@ -140,19 +140,22 @@ def summary(records: list[dict[str, Any]], *, seconds: float, peak_bytes: int) -
 
 
 def health_bars(records: list[dict[str, Any]]) -> str:
-    """Return one bar an expert for each sparse layer, from the last record that has arrays."""
+    """Return one bar an expert for each sparse layer, from the last record that has arrays.
+
+    All bars have one scale, on which the longest fits on a line.
+    """
     with_arrays = [record for record in records if "expert_load" in record]
     if not with_arrays:
         return ""
     record = with_arrays[-1]
+    most = max(len(loads) * max(loads) for loads in record["expert_load"])  # fair shares
+    marks = min(_FAIR_MARKS, _MOST_MARKS / most) if most else _FAIR_MARKS
     lines = [f"Share of tokens for each expert at iteration {record['iteration']}:"]
     for layer, loads in zip(record["layers"], record["expert_load"], strict=True):
-        fair = 1 / len(loads)
         for expert, load in enumerate(loads):
-            bar = "█" * round(_BAR_WIDTH / 2 * load / fair)
-            lines.append(f"  layer {layer} expert {expert:2d} {load:6.1%} {bar[: 2 * _BAR_WIDTH]}")
-    fair_text = f"A fair share is {fair:.1%}, {_BAR_WIDTH // 2} marks long."
-    return "\n".join([*lines, fair_text])
+            bar = "█" * round(marks * load * len(loads))
+            lines.append(f"  layer {layer} expert {expert:2d} {load:6.1%} {bar}")
+    return "\n".join([*lines, f"A fair share is {1 / len(loads):.1%}, {marks:.0f} marks long."])
 
 
 def _prepare(*words: str) -> None:
@@ -178,9 +181,10 @@ def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> 
     """Train in processes of their own; return seconds and the most memory that they held."""
     log_path = folder.parent / "train.log"
     command = _command("launch-local", "-n", str(NUM_RANKS), *flags)
-    minutes = (iterations * _S_PER_ITERATION + _S_AROUND) / 60
+    minutes = round((iterations * _S_PER_ITERATION + _S_AROUND) / 60)
+    duration = f"{minutes} minutes" if minutes > 1 else "1 minute"
     screen.print(
-        f"{iterations} iterations take about {minutes:.0f} minutes on 2 cores; follow with:\n"
+        f"{iterations} iterations take about {duration} on 2 cores; follow with:\n"
         f"  tail -f {shlex.quote(str(log_path))}",
         highlight=False,
         soft_wrap=True,

@@ -25,6 +25,7 @@ _SLURM_GPU_VARIABLES = (
 )
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _DEVICE_FOLDER = Path("/dev")
+_WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")  # Windows lends this instead of device files
 _NO_DEVICE = ("", "-1", "NoDevFiles")  # hidden on purpose, by the user or by SLURM
 
 
@@ -57,7 +58,8 @@ def look_around(environ: Mapping[str, str]) -> Surroundings:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     signs = []
     if visible is None:
-        signs = [f"{path} exists" for path in sorted(_DEVICE_FOLDER.glob("nvidia[0-9]*"))]
+        files = [*sorted(_DEVICE_FOLDER.glob("nvidia[0-9]*")), _WSL_DRIVER]
+        signs = [f"{path} exists" for path in files if path.exists()]
     elif visible not in _NO_DEVICE:
         signs = [f"CUDA_VISIBLE_DEVICES={visible}"]
     for name in _SLURM_GPU_VARIABLES:

@@ -1,10 +1,14 @@
 """Warnings that a sound run produces, and what each of them means.
 
 Megatron, torch and their libraries warn of things that a user of this program can do nothing about.
-They stand in the log, all of them; here is the sentence that goes with the first of each kind.
+They stand in the log, all of them; here is the sentence that goes with the first of each kind. A
+command that keeps no log leaves them out, and shows any other.
 """
 
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -78,6 +82,10 @@ KNOWN_WARNINGS = (
         r"Please use DTensor instead|argument order of load has been changed",
         "Megatron calls torch's checkpoint reader in its older way, which works.",
     ),
+    KnownWarning(
+        r"Initializing zero-element tensors is a no-op",
+        "A layer of width 0, such as shared experts that a model lacks, has no values to draw.",
+    ),
 )
 """The table, in no particular order; a line is explained by the first entry that matches."""
 
@@ -85,3 +93,12 @@ KNOWN_WARNINGS = (
 def find_known_warning(line: str) -> KnownWarning | None:
     """Return the entry that a line of output belongs to; None for any other line."""
     return next((known for known in KNOWN_WARNINGS if re.search(known.pattern, line)), None)
+
+
+@contextmanager
+def known_warnings_hidden() -> Iterator[None]:
+    """Leave known warnings out inside the block; a function that it decorates is one."""
+    with warnings.catch_warnings():
+        for known in KNOWN_WARNINGS:
+            warnings.filterwarnings("ignore", message=rf"(?s:.*)(?:{known.pattern})")
+        yield

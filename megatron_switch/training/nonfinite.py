@@ -77,6 +77,13 @@ class NonFiniteGuard:
                 self._tracker.spoil_step()
                 self._say(f"{self._verdict(places)} The step is skipped.")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NonFiniteGuard":
+        """Return itself: Megatron copies the model's settings, where this is one, for some layers.
+
+        It does so for attention with fewer key heads than tensor ranks.
+        """
+        return self
+
     def explain(self, error: RuntimeError) -> None:
         """Say what this rank's routers noted before an error, if anything.
 

@@ -4,7 +4,8 @@ Torch and Megatron take seconds to import, and a help text or a mistyped flag mu
 them: nothing here imports either, so the command line parses with this before it imports the rest.
 """
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 SWEPT_FACTORS = "1,1.25,1.5,2,-1"
@@ -49,7 +50,14 @@ def generate_parser() -> ArgumentParser:
         metavar="FILE",
         help="the same from a UTF-8 file, without the line end at its end; may be repeated",
     )
-    add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add at most (100)")
+    add(
+        "--num-tokens",
+        "--max-new-tokens",
+        type=int,
+        default=100,
+        metavar="N",
+        help="tokens to add at most (100)",
+    )
     add(
         "--temperature",
         type=float,
@@ -90,23 +98,50 @@ def experts_parser() -> ArgumentParser:
     return parser
 
 
-def capacity_sweep_parser() -> ArgumentParser:
-    """Return the parser of ``megatron-switch capacity-sweep``; what is left over is Megatron's."""
+def parse_capacity_sweep(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return the flags of ``megatron-switch capacity-sweep``, and the words left for Megatron.
+
+    The checkpoint is ``checkpoint``, however it was given. A parser that knew both ways at once
+    would take the value of one of Megatron's flags for the word without a flag.
+
+    Args:
+        argv: Words without the command's name.
+
+    Raises:
+        SystemExit: After help, or with code 2 and a message: both ways were used, or none.
+    """
+    by_flag = any(word == "--load" or word.startswith("--load=") for word in argv)
+    parser = _capacity_sweep_parser(has_word=not by_flag)
+    own, left = parser.parse_known_args(list(argv))
+    if by_flag:
+        if left and not left[0].startswith("-"):
+            parser.error(
+                f"the checkpoint is given twice, as {left[0]} and with --load {own.load}: leave "
+                "one out"
+            )
+        own.checkpoint = own.load
+    return own, left
+
+
+def _capacity_sweep_parser(*, has_word: bool) -> ArgumentParser:
     parser = ArgumentParser(
         prog="megatron-switch capacity-sweep",
-        usage="megatron-switch capacity-sweep CHECKPOINT [OPTIONS] [MEGATRON FLAGS]",
+        usage="megatron-switch capacity-sweep (CHECKPOINT | --load FOLDER) [OPTIONS] "
+        "[MEGATRON FLAGS]",
         description="Evaluates a trained checkpoint at several capacity factors, without training: "
         "what is dropped, and what it costs.",
         epilog=_OTHER_FLAGS,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="checkpoint folder, or the --switch-run-dir of a training; comes first",
-    )
+    if has_word:
+        add(
+            "checkpoint",
+            type=Path,
+            metavar="CHECKPOINT (or --load FOLDER)",
+            help="checkpoint folder, or the --switch-run-dir of a training; comes first",
+        )
+    add("--load", type=Path, metavar="FOLDER", help="the same, as other commands take it")
     add(
         "--factors",
         default=SWEPT_FACTORS,

@@ -1,5 +1,6 @@
-"""A progress bar that counts steps, on standard error, where a terminal shows it."""
+"""How far a long stretch of steps is: a bar where a terminal shows it, or a line now and then."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -36,3 +37,53 @@ def steps_progress(label: str, total: int, *, shown: bool = True) -> Iterator[Ca
     with bar:
         task = bar.add_task(label, total=total)
         yield lambda: bar.advance(task)
+
+
+class SpokenProgress:
+    """Says how far a stretch of steps is, if it takes long; a short one passes in silence.
+
+    Args:
+        label: What is going on.
+        say: Where lines go.
+        interval_s: Seconds before the first line, and between lines.
+        clock: Tells seconds.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        say: Callable[[str], None],
+        *,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._label, self._say = label, say
+        self._interval_s, self._clock = interval_s, clock
+        self._begun: float | None = None
+        self._spoken = 0.0
+
+    def begin_step(self, done: int, total: int | None) -> None:
+        """Note that a step begins; the first one begins the stretch.
+
+        Args:
+            done: Steps that have ended.
+            total: Steps altogether; None where nobody knows.
+        """
+        now = self._clock()
+        if self._begun is None:
+            self._begun = self._spoken = now
+        if not done or now - self._spoken < self._interval_s:
+            return
+        self._spoken = now
+        spent = now - self._begun
+        if total is None:
+            self._say(f" {self._label}: step {done} ended after {spent:.0f} s")
+            return
+        left = spent / done * (total - done)
+        self._say(
+            f" {self._label}: {done} of {total} steps in {spent:.0f} s, about {left:.0f} s to go"
+        )
+
+    def end(self) -> None:
+        """Note that the stretch is over; the next step begins another."""
+        self._begun = None

@@ -219,6 +219,7 @@ _RESUME = """\
 #!/usr/bin/env bash
 # Continues this run from its newest checkpoint. More flags may follow. Where torchrun started it on
 # several nodes: run this on each, with PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT set.
+# A run that has finished says so and does nothing.
 # To train longer than was planned: --train-iters N --override-opt_param-scheduler
 set -eu
 cd {folder}

@@ -34,7 +34,8 @@ from megatron_switch.training.data_checks import check_data
 from megatron_switch.training.defaults import fill_defaults
 from megatron_switch.training.device import choose_device, look_around
 from megatron_switch.training.drop_watch import CapacityFacts, DropWatch
-from megatron_switch.training.evaluation import EvaluationReporter
+from megatron_switch.training.evaluation import EvaluationProgress, EvaluationReporter
+from megatron_switch.training.finished import find_finished
 from megatron_switch.training.flag_values import check_flag_values
 from megatron_switch.training.megatron import (
     begin_megatron,
@@ -156,6 +157,8 @@ class _Run:
                 self._rehearsal.validated(args)
             if self._folder is not None and args.rank == 0:
                 self._folder.claim(args)
+            if self._is_finished(console):
+                return
             begin_megatron(args)
             self._notes += check_data(args)
             self._notes += find_what_to_load(args)
@@ -170,6 +173,17 @@ class _Run:
                 console.settle()
                 open_writers(args)
                 self._train(model, console)
+
+    def _is_finished(self, console: Console) -> bool:
+        """Return whether nothing is left to do, and say so."""
+        finished = None if self._rehearsal is not None else find_finished(self._args)
+        if finished is None:
+            return False
+        if finished.ends_here:
+            console.say(finished.text)
+        else:
+            self._notes += (finished.text,)
+        return finished.ends_here
 
     def _check_memory(self, layout: Layout) -> None:
         check_model_memory(
@@ -228,8 +242,11 @@ class _Run:
         )
         set_moe_metrics_tracker(tracker)
         keyed = bool(args.num_experts and (args.moe_input_jitter_eps or switch.expert_dropout))
-        forward_step = (T5ForwardStep if t5 else ForwardStep)(seed=args.seed, keyed=keyed)
-        evaluation = EvaluationReporter(tracker, forward_step, writer)
+        progress = EvaluationProgress(args, console.say)
+        forward_step = (T5ForwardStep if t5 else ForwardStep)(
+            seed=args.seed, keyed=keyed, on_evaluation=progress.begin_micro_batch
+        )
+        evaluation = EvaluationReporter(tracker, forward_step, writer, progress)
         guard = self._guard(tracker, console)
         if guard is not None:
             model.transformer.finalize_model_grads_func = guard

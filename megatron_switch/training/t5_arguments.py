@@ -21,7 +21,7 @@ from megatron.training.arguments import moe_freq_type
 from megatron_switch.data.span_corruption import plan_spans
 from megatron_switch.data.text_to_text import SUFFIX
 from megatron_switch.errors import ConfigError, LayoutError
-from megatron_switch.models.gpt import switch_layer_pattern
+from megatron_switch.models.gpt import check_layer_pattern, switch_layer_pattern
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.arguments import CommandLine
 
@@ -137,21 +137,21 @@ def stack_frequencies(args: Namespace) -> tuple[int | list[int], int | list[int]
         Two values in the form of ``--moe-layer-freq``.
 
     Raises:
-        ConfigError: A pattern has another number of entries than its stack has layers.
+        ConfigError: The decoder's pattern is none, or not one of its layers.
     """
     encoder: int | list[int] = args.moe_layer_freq
-    if args.switch_decoder_layer_freq is not None:
-        decoder: int | list[int] = moe_freq_type(args.switch_decoder_layer_freq)
+    given = args.switch_decoder_layer_freq
+    if given is not None:
+        flags = {"flag": "--switch-decoder-layer-freq", "depth_flag": "--decoder-num-layers"}
+        try:
+            decoder: int | list[int] = moe_freq_type(given)
+        except (ValueError, SyntaxError, TypeError):  # it is evaluated as Python
+            decoder = given
+        check_layer_pattern(decoder, args.decoder_num_layers, **flags)
     elif isinstance(encoder, int) or len(encoder) == args.decoder_num_layers:
         decoder = encoder
     else:
         decoder = switch_layer_pattern(args.decoder_num_layers)
-    if isinstance(decoder, list) and len(decoder) != args.decoder_num_layers:
-        raise ConfigError(
-            "--switch-decoder-layer-freq says of each decoder layer whether it has experts, and "
-            f"has {len(decoder)} entries for {args.decoder_num_layers} layers. Give as many as "
-            "--decoder-num-layers."
-        )
     return encoder, decoder
 
 

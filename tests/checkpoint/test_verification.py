@@ -10,7 +10,7 @@ from converted import imported, rewrite
 from megatron_switch.checkpoint.contents import read_common_state
 from megatron_switch.checkpoint.conversion import release_state
 from megatron_switch.checkpoint.files import find_checkpoint
-from megatron_switch.checkpoint.verification import compare_sides
+from megatron_switch.checkpoint.verification import compare_sides, plan_comparison
 from megatron_switch.errors import CheckpointError
 from megatron_switch.testing.checkpoints import load_tensors, save_checkpoint
 
@@ -38,6 +38,16 @@ def test_the_sign_of_a_zero_is_a_bit_as_well(llama, tmp_path):
     rewrite(llama, lambda tensors: tensors["model.norm.weight"][5:7].mul_(-1))
     with pytest.raises(CheckpointError, match=r"final_layernorm.* differs from .*: 2 of 32"):
         compare_sides(llama, found)
+
+
+@pytest.mark.parametrize("model_type", ["switch_transformers", "llama"])
+def test_what_is_left_to_compare_is_known_before(tmp_path, model_type):
+    hf_models.save(tmp_path / "hf", model_type)
+    found = find_checkpoint(imported(tmp_path / "hf", tmp_path / "megatron"))
+    comparison = plan_comparison(tmp_path / "hf", found)
+    done: list[int] = []
+    result = comparison.carry_out(on_bytes=done.append)
+    assert sum(done) == result.nbytes == comparison.nbytes > 0
 
 
 @pytest.mark.slow

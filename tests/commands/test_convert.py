@@ -1,6 +1,8 @@
 """The commands, end to end: what they print, and that what they write can be used."""
 
 import multiprocessing
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,16 +12,31 @@ from training.tiny_run import run_command
 
 from megatron_switch.checkpoint.hf_folder import read_json, write_json
 from megatron_switch.cli import main
-from megatron_switch.commands.convert import training_command
+from megatron_switch.commands.convert import capacity_text, training_command
 from megatron_switch.training.probing import scores
 
 pytestmark = pytest.mark.slow
 
 
 def succeeded(*words: str) -> str:
-    outcome = run_command(*words)
+    """Run a command that shows what it says, its bar of progress, and nothing of libraries."""
+    outcome = run_command(*words, prepare=show_warnings)
     assert outcome.code == 0, outcome.screen + outcome.errors
+    assert "Warning" not in outcome.errors
+    assert "Loading weights" not in outcome.errors
     return outcome.screen
+
+
+def show_warnings() -> None:
+    """Show warnings as a process does that no test has started."""
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    warnings.showwarning = show
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning):
+        warnings.simplefilter("ignore", category)
 
 
 @pytest.mark.parametrize("model_type", ["switch_transformers", "qwen2_moe", "llama"])
@@ -29,6 +46,7 @@ def test_there_verified_and_back(tmp_path, model_type):
     screen = succeeded("convert", "hf-to-megatron", "--hf", hf, "--megatron", megatron)
     assert "5 vocabulary rows of padding" in screen
     assert f"--load {megatron} --use-checkpoint-args" in screen
+    assert ("Capacity: " in screen) == (model_type != "llama")
     screen = succeeded("convert", "verify", "--hf", hf, "--megatron", megatron)
     assert "all equal, bit for bit" in screen
     assert "largest difference" in screen
@@ -60,6 +78,42 @@ def test_the_command_shows_the_capacity_of_the_other_side():
     flags = {"switch-capacity": 64, "switch-capacity-group": "sequence", "num-layers": 2}
     command = training_command(flags, Path("there"))
     assert command.endswith("--switch-capacity 64 --switch-capacity-group sequence")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            {"switch-capacity": 64, "switch-capacity-group": "sequence"},
+            "Capacity: an expert takes at most 64 tokens of one sequence; a larger "
+            "--micro-batch-size drops no more, a longer --seq-length does, and with "
+            "--switch-capacity-group microbatch all sequences would share them.",
+        ),
+        (
+            {"switch-capacity": 64},
+            "Capacity: an expert takes at most 64 tokens of one micro-batch, all its sequences "
+            "together; a larger --micro-batch-size drops more.",
+        ),
+        (
+            {"moe-expert-capacity-factor": 1.25},
+            "Capacity: an expert takes at most --moe-expert-capacity-factor times its even share "
+            "of a micro-batch's tokens, which grows with --micro-batch-size, and a larger one "
+            "drops fewer.",
+        ),
+        (
+            {"moe-expert-capacity-factor": 1.25, "switch-capacity-group": "sequence"},
+            "Capacity: an expert takes at most --moe-expert-capacity-factor times its even share "
+            "of a sequence's tokens, which does not depend on --micro-batch-size.",
+        ),
+        (
+            {"moe-expert-capacity-factor": -1.0},
+            "Capacity: none, so no token is dropped, whatever --micro-batch-size is.",
+        ),
+    ],
+    ids=str,
+)
+def test_what_the_capacity_is_of_stands_below_the_command(flags, text):
+    assert capacity_text(flags) == text
 
 
 @pytest.mark.parametrize("model_type", ["t5", "llama"])

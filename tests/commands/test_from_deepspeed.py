@@ -60,6 +60,7 @@ def test_the_launch_line_is_accepted_by_training(capsys, tmp_path):
     assert not args.use_megatron_fsdp  # which does not go with the line above
     assert args.wandb_project == "two words"
     assert args.lr_decay_style == "cosine"
+    assert args.train_iters == args.lr_decay_iters == 1000
     assert args.switch_capacity_rounding == "ceil"
 
 

@@ -48,6 +48,28 @@ def test_json_is_a_plan_file(capsys, tmp_path):
     assert job.flags[:2] == ("--switch-model", "gpt-1.6t-128")
 
 
+def test_where_gb_is_not_the_sum_of_its_parts_a_line_says_why(capsys):
+    command = "plan --model gpt-1.6t-128 --nodes 128"
+    memories = [
+        each["memory_bytes"] for each in json.loads(plan(capsys, f"{command} --json"))["plans"]
+    ]
+    (number,) = (n for n, each in enumerate(memories, 1) if each["total"] != in_a_pass(each))
+    step = memories[number - 1]["step"]
+    line = (
+        f"In layout {number} the peak is the optimizer's step, which needs {step / 1e9:.1f} GB in "
+        "place of act and buffer."
+    )
+    assert line in plan(capsys, command).splitlines()
+    assert "the peak is the optimizer's step" not in plan(capsys, f"{command} --count 1")
+
+
+def in_a_pass(memory):
+    """Return the sum of the parts that a table of plans shows."""
+    state = memory["expert_state"] + memory["dense_state"]
+    kept = memory["activations"] + memory["routing"]
+    return state + kept + max(memory["buffers"], memory["logits"])
+
+
 @pytest.mark.slow
 def test_planned_flags_pass_the_products_own_checks(capsys, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"

@@ -76,6 +76,16 @@ def test_what_slurm_is_told():
     assert "switches" not in options(sbatch(nodes=1))
 
 
+def test_what_the_switches_are_for_stands_above_them():
+    above, *_ = sbatch().split("#SBATCH --switches=1@30:00")
+    assert re.search(
+        r"# Waits up to 30 minutes .* for nodes under 1 leaf switch, then takes\n"
+        r"# any\. Delete the line if the cluster refuses it; .*\n$",
+        above,
+    )
+    assert "30 minutes" not in sbatch(nodes=1)
+
+
 def test_each_shape_saves_on_a_signal_that_its_ranks_get():
     assert "scancel --signal=TERM" in sbatch(shape="srun")
     under_torchrun = sbatch(shape="torchrun")

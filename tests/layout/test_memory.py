@@ -4,6 +4,7 @@ That a real step has as much alive is shown in ``tests/training/test_planned_mem
 """
 
 import pytest
+from planned_model import MODEL, TRAINING
 
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.memory import MemoryByPart, predict, predict_peak
@@ -11,32 +12,14 @@ from megatron_switch.layout.model_size import GPTShape
 from megatron_switch.layout.state import StateBytes
 from megatron_switch.layout.training import Training
 
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 256,
-    "padded_vocab_size": 1024,
-    "num_experts": 8,
-    "sparse_layers": (2,),
-}
-TRAINING = {
-    "seq_length": 128,
-    "micro_batch_size": 4,
-    "global_batch_size": 8,
-    "precision": "fp32",
-    "sharding": "replicated",
-    "device": "cpu",
-    "rotary": True,
-    "fused_gate": False,
-}
-
 
 def test_a_pass_and_a_step_are_never_at_the_same_time():
     state = StateBytes(1, 2, 3)
     one = {"activations": 10, "routing": 5, "buffers": 7, "logits": 9}
     assert MemoryByPart(state, state, **one).total == 12 + 10 + 5 + 9
     assert MemoryByPart(state, state, **one, step=100).total == 12 + 100
+    assert MemoryByPart(state, state, **one, step=100).peaks_in_the_step
+    assert not MemoryByPart(state, state, **one, step=24).peaks_in_the_step
     assert MemoryByPart(state, state, **one, host=100).total == 12 + 10 + 5 + 9
     assert sum(MemoryByPart(state, state, **one).parts().values()) == 12 + 10 + 5 + 9 + 7
 

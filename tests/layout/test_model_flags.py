@@ -127,6 +127,7 @@ def test_patterns_are_megatrons(pattern, sparse):
     [
         ({"moe-layer-freq": "__import__('os')"}, r"--moe-layer-freq takes a whole number or a pat"),
         ({"moe-layer-freq": "[0,1]"}, r"has 2 entries for 4 layers"),
+        ({"moe-layer-freq": 0}, r"--moe-layer-freq is a number N of at least 1.* got 0"),
         ({"moe-layer-freq": "[0,2]*2"}, r"with 1 or 0 whether it has experts"),
         ({"hidden-size": "wide"}, r"--hidden-size takes a whole number above 0, got wide"),
         ({"hidden-size": None}, r"A model's size needs --hidden-size"),

@@ -52,6 +52,12 @@ def test_what_is_not_given_is_not_checked():
     assert validate_layout(sizes, ModelShape()) == Layout.of(sizes)
 
 
+def test_a_last_group_of_micro_batches_may_be_smaller_but_not_than_the_stages():
+    sizes = Sizes(2, pp=2, vp=2)
+    shape = ModelShape(micro_batch_size=1, global_batch_size=5, chunk_group=3)
+    assert validate_layout(sizes, shape) == Layout.of(sizes)
+
+
 BROKEN = {
     "world size": (Sizes(12, ep=8), {}, [r"12 ranks cannot form the expert grid"]),
     "EP above the world": (Sizes(8, ep=16), {}, [r"expert grid: it needs at least .* 16 ranks"]),
@@ -172,6 +178,26 @@ BROKEN = {
         Sizes(8, pp=4, vp=3),
         {"global_batch_size": 8},
         [r"makes 1 micro-batches and --pipeline-model-parallel-size is 4", r"to 32 or more"],
+    ),
+    "VP with micro-batches left over": (
+        Sizes(8, pp=4, vp=3),
+        {"global_batch_size": 8 * 9},
+        [
+            r"take 4 micro-batches at a time .*, --pipeline-model-parallel-size unless given",
+            r"at least as many as the 4 stages, but --global-batch-size 72 makes 9 micro-batches: "
+            r"1 would be left over\.",
+            r"--global-batch-size to 64 or 96",
+        ],
+    ),
+    "VP with a group of micro-batches below PP": (
+        Sizes(8, pp=4, vp=3),
+        {"global_batch_size": 8 * 12, "chunk_group": 3},
+        [r"at most all, but --microbatch-group-size-.* is 3, .*-size 4 and .* 12 micro", r"Leave"],
+    ),
+    "VP with a group of more micro-batches than there are": (
+        Sizes(8, pp=4, vp=3),
+        {"global_batch_size": 8 * 12, "chunk_group": 13},
+        [r"-stage is 13, ", r"Leave --microbatch-group-size-per-virtual-pipeline-stage away"],
     ),
     "capacity over EP": (
         Sizes(8, tp=4, ep=2, etp=1),

@@ -61,6 +61,7 @@ def test_a_whole_configuration(tmp_path):
         "--lr-warmup-init": "0",
         "--lr-warmup-iters": "2000",
         "--lr-decay-iters": "100000",
+        "--train-iters": "100000",
         "--bf16": None,
         "--clip-grad": "1",
         "--use-distributed-optimizer": None,
@@ -101,6 +102,16 @@ def test_without_the_size_of_the_job_a_note_asks_for_it(tmp_path):
     found = translate(tmp_path, {"train_micro_batch_size_per_gpu": 2})
     assert "--global-batch-size" not in found.flags
     assert "say --num-nodes and --num-gpus" in notes(found)["train_batch_size"]
+
+
+@pytest.mark.parametrize("steps", [None, "auto", {"warmup_num_steps": 10}], ids=str)
+def test_where_no_scheduler_counts_all_steps_a_note_asks_for_them(tmp_path, steps):
+    parameters = {"total_num_steps": steps} if steps == "auto" else steps
+    config = {"scheduler": {"type": "WarmupDecayLR", "params": parameters}} if steps else {}
+    found = translate(tmp_path, config)
+    assert "--train-iters" not in found.flags
+    assert "has no number of steps" in notes(found)["train_iters"]
+    assert "add --train-iters N" in notes(found)["train_iters"]
 
 
 def test_deepspeeds_defaults_are_written_out(tmp_path):

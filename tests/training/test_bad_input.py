@@ -57,6 +57,11 @@ def ranks(number):
             r"--moe-layer-freq .* has 2 entries for 4 layers",
         ),
         (
+            f"{SPARSE} {MOCK} --moe-layer-freq 0",
+            r"--moe-layer-freq is a number N of at least 1, .* as in \[0,1,0,1\]; got 0\.",
+        ),
+        (f"{SPARSE} {MOCK} --moe-layer-freq [0,1", r"cannot be used: .* --moe-layer-freq \[0,1\]"),
+        (
             f"{SPARSE} {MOCK} --group-query-attention --num-query-groups 3",
             r"--num-attention-heads is 4 and --num-query-groups 3",
         ),
@@ -319,9 +324,9 @@ def test_a_checkpoint_that_does_not_fit_is_explained_and_the_one_before_loads(
     assert failed.code == 2, failed.errors
     assert failed.errors.count("megatron-switch: error") == 1
     assert re.search(
-        rf"The checkpoint {tmp_path}/run/iter_0000002 could not be written: it needs over 1\.\d+ "
-        r"MB, and the disk had room for .* limit on the size of files .*--save.* iter_0000001 is "
-        r"whole: the run goes on from it\.",
+        rf"The checkpoint {tmp_path}/run/iter_0000002 could not be written: it needs over "
+        r"[\d.]+ [KM]iB, and the disk had room for .* limit on the size of files .*--save.* "
+        r"iter_0000001 is whole: the run goes on from it\.",
         failed.errors,
         flags=re.DOTALL,
     )

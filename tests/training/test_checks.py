@@ -8,6 +8,7 @@ import torch
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError, LayoutError
+from megatron_switch.training import checks
 from megatron_switch.training.checks import check_before_megatron, check_layout
 from megatron_switch.training.model import resolve_dispatch
 
@@ -109,6 +110,15 @@ def test_megatron_fsdp_with_an_optimizer_on_the_host_is_refused(sparse_line):
     message = r"gradients of Megatron-FSDP.* --use-megatron-fsdp and --optimizer-cpu-offload\."
     with pytest.raises(ConfigError, match=message):
         notes(sparse_line("--use-megatron-fsdp --optimizer-cpu-offload"))
+
+
+def test_an_optimizer_of_a_package_that_is_not_there_is_refused(sparse_line, monkeypatch):
+    monkeypatch.setattr(checks, "HAVE_EMERGING_OPTIMIZERS", False)
+    assert notes(sparse_line("--optimizer adam")) == notes(sparse_line("--optimizer sgd")) == ()
+    with pytest.raises(ConfigError, match=r"--optimizer muon is part of .*pip install emerging"):
+        notes(sparse_line("--optimizer muon"))
+    monkeypatch.setattr(checks, "HAVE_EMERGING_OPTIMIZERS", True)
+    assert notes(sparse_line("--optimizer muon")) == ()
 
 
 def test_a_factor_of_0_is_refused(sparse_line):

@@ -24,6 +24,7 @@ GPUS = replace(NOTHING, cuda_works=True, gpu_signs=("a GPU",), num_gpus=2, num_l
 @pytest.fixture(autouse=True)
 def _a_host_without_devices(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "_DEVICE_FOLDER", tmp_path)
+    monkeypatch.setattr(device, "_WSL_DRIVER", tmp_path / "libcuda.so.1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -94,9 +95,10 @@ def test_a_promise_in_the_environment_is_seen(environ, signs):
 
 @pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
 def test_device_files_are_seen_unless_hidden_on_purpose(tmp_path, hidden):
-    for name in ("nvidia1", "nvidia0", "nvidiactl"):
+    for name in ("nvidia1", "nvidia0", "nvidiactl", "libcuda.so.1"):
         (tmp_path / name).touch()
-    expected = (f"{tmp_path}/nvidia0 exists", f"{tmp_path}/nvidia1 exists")
+    seen = ("nvidia0", "nvidia1", "libcuda.so.1")  # the last one on Windows' Linux
+    expected = tuple(f"{tmp_path}/{name} exists" for name in seen)
     assert look_around({}).gpu_signs == expected
     assert look_around({"CUDA_VISIBLE_DEVICES": hidden}).gpu_signs == ()
 

@@ -174,6 +174,7 @@ WARNINGS = [
     "WARNING: Setting args.overlap_p2p_comm and args.align_param_gather to False since",
     "UserWarning: torch.distributed is disabled, unavailable or uninitialized, assuming the intent",
     "FutureWarning: Please use DTensor instead and we are deprecating ShardedTensor.",
+    "UserWarning: Initializing zero-element tensors is a no-op",
 ]
 
 

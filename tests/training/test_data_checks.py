@@ -16,6 +16,10 @@ from megatron_switch.training.data_checks import check_data, check_data_flags
             {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "gone.model"},
             r"SentencePieceTokenizer reads a model file, and --tokenizer-model gone\.model is none",
         ),
+        (
+            {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": None},
+            r"reads a model file, and none was given\. Give the file .*\(--tokenizer-model\)",
+        ),
     ],
 )
 def test_missing_sources_are_named(sparse_line, changes, message):

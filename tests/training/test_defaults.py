@@ -153,6 +153,16 @@ def test_a_mask_that_is_reset_comes_from_the_data_set(sparse_line):
             r"--transformer-impl transformer_engine needs a GPU, and this run is on the CPU",
         ),
         (
+            "cuda",
+            "--use-precision-aware-optimizer",
+            r"--use-precision-aware-optimizer needs Transformer Engine, .*'megatron-switch\[te\]'",
+        ),
+        (
+            "cpu",
+            "--use-precision-aware-optimizer",
+            r"--use-precision-aware-optimizer needs a GPU, .*'megatron-switch\[te\]'",
+        ),
+        (
             "cpu",
             "--distributed-backend nccl",
             r"On the CPU ranks talk over gloo, got --distributed-backend nccl\. Leave",

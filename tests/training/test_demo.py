@@ -2,8 +2,13 @@
 
 import io
 import json
+import os
+import shutil
+import subprocess
 import sys
+import textwrap
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -42,6 +47,53 @@ def test_a_bar_is_as_long_as_its_load():
     assert bars == [14, 14, 21, 7]
     assert lines[3].startswith("  layer 4 expert  0  75.0%")
     assert "50.0%, 14 marks" in lines[-1]
+
+
+def test_bars_of_a_collapsed_layer_fit_on_a_line_and_stay_in_proportion():
+    loads = [[0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.125] * 8]
+    *lines, last = health_bars([{**LAST, "expert_load": loads}]).splitlines()
+    assert [line.count("█") for line in lines[1:]] == [0, 48, *[0] * 6, *[6] * 8]
+    assert max(map(len, lines)) < 80
+    assert last == "A fair share is 12.5%, 6 marks long."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # five interpreters import all of Megatron, or become it
+def test_the_demo_itself_on_a_corpus_of_its_size_in_small(tmp_path):
+    """As it is, but for the corpus: the library's shortest modules instead of all."""
+    text = tmp_path / "text"
+    text.mkdir()
+    modules = sorted(Path(os.__file__).parent.glob("*.py"), key=lambda path: path.stat().st_size)
+    for path in modules[:120]:
+        shutil.copy(path, text)
+    program = f"""
+        import sys
+        from megatron_switch.cli import main
+        from megatron_switch.training import demo
+        prepare = demo._prepare
+        demo._prepare = lambda source, *words: prepare({str(text)!r}, *words)
+        sys.exit(main(sys.argv[1:]))
+    """
+    words = ["demo", "--iterations", "10", "--vocab-size", "400", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *words],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [each["lm_loss"] for each in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    first, last = losses[0], losses[9]
+    assert last < first
+    told = f"{first:.3f} at iteration 1, {last:.3f} at iteration 10 ({first - last:.2f} nats lower)"
+    assert told in done.stdout
+    for layer in (2, 4):
+        assert done.stdout.count(f"  layer {layer} expert ") == 8
+    assert "Experts of layer 4, the last sparse one." in done.stdout
+    assert "\ndef read(self, " in done.stdout
+    # Whole lines that can be copied, however narrow the screen.
+    assert f"generate --load {tmp_path / 'run'} --prompt 'import '\n" in done.stdout
 
 
 def test_a_line_under_way_is_not_read(tmp_path):

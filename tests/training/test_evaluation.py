@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_run import EXACT, trained
 
 from megatron_switch.moe.statistics import LADDER, RoutingReport
 from megatron_switch.training import evaluation
-from megatron_switch.training.evaluation import EvaluationReporter
+from megatron_switch.training.evaluation import EvaluationProgress, EvaluationReporter
 
 
 def report():
@@ -54,7 +55,7 @@ def ranks(monkeypatch):
 def reporter(split, result, log):
     tracker = SimpleNamespace(report_evaluation=lambda: result)
     step = SimpleNamespace(evaluated_split=lambda: split)
-    return EvaluationReporter(tracker, step, log)
+    return EvaluationReporter(tracker, step, log, SimpleNamespace(end=lambda: None))
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,60 @@ def test_weights_and_biases_gets_what_tensorboard_gets(monkeypatch, ranks):
     reporter(0, None, Log()).write(report(), 7, writer=None)
     reporter(0, None, Log()).write(None, 8, writer=None)
     assert runs.calls == [({"dropped_fraction validation": 0.25}, 7)]
+
+
+def counted(monkeypatch, **changes):
+    """Count a whole evaluation of 3 iterations x 2 micro-batches, twice; return what is said."""
+    monkeypatch.setattr(evaluation, "_INTERVAL_S", 0.0)
+    values = {
+        "eval_iters": 3,
+        "eval_global_batch_size": 16,
+        "eval_micro_batch_size": 2,
+        "data_parallel_size": 4,
+        "full_validation": False,
+        "multiple_validation_sets": False,
+    }
+    lines: list[str] = []
+    progress = EvaluationProgress(SimpleNamespace(**{**values, **changes}), lines.append)
+    for _ in range(2):
+        for _ in range(6):
+            progress.begin_micro_batch()
+        progress.end()
+    return [line.split(" in ")[0].split(" ended ")[0] for line in lines]
+
+
+def test_iterations_are_counted_from_micro_batches(monkeypatch):
+    once = [f" evaluation: {done} of 3 steps" for done in (1, 1, 2, 2)]
+    assert counted(monkeypatch) == once * 2
+
+
+@pytest.mark.parametrize("flag", ["full_validation", "multiple_validation_sets"])
+def test_a_length_that_is_not_known_is_not_told(monkeypatch, flag):
+    once = [f" evaluation: step {done}" for done in (1, 1, 2, 2)]
+    assert counted(monkeypatch, eval_iters=[3, 3], **{flag: True}) == once * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2"])
+def test_a_long_evaluation_is_followed_on_the_screen(data, layout):
+    ranks = 2 if layout else 1
+
+    def prepare():
+        evaluation._INTERVAL_S = 0.0
+
+    flags = f"{EXACT} {data} {layout} --eval-iters 3 --eval-interval 4".replace(
+        "--save-interval 1", ""
+    )
+    screen = trained(flags, ranks=ranks, prepare=prepare).screen
+    followed = [line for line in screen.splitlines() if line.startswith(" evaluation: ")]
+    said = [line.split(" in ")[0] for line in followed]
+    steps = [f" evaluation: {done} of 3 steps" for done in (1, 2)]
+    once = [line for line in steps for _ in range(4)]  # micro-batches of 2 in batches of 8
+    assert said == once * (said.count(steps[0]) // 4)
+    assert said
+
+
+@pytest.mark.slow
+def test_a_quick_evaluation_passes_in_silence(data):
+    flags = f"{EXACT} {data} --eval-iters 2".replace("--save-interval 1", "")
+    assert " evaluation: " not in trained(flags).screen

@@ -6,6 +6,7 @@ from pathlib import Path
 import megatron.training.training as megatron_training
 import pytest
 import torch.distributed as dist
+from layout.planned_model import MODEL, TRAINING
 from live_bytes import LiveBytes
 from tiny_run import trained
 
@@ -14,25 +15,6 @@ from megatron_switch.layout.memory import predict
 from megatron_switch.layout.model_size import GPTShape
 from megatron_switch.layout.training import Training
 
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 256,
-    "padded_vocab_size": 1024,
-    "num_experts": 8,
-    "sparse_layers": (2,),
-}
-TRAINING = {
-    "seq_length": 128,
-    "micro_batch_size": 4,
-    "global_batch_size": 8,
-    "precision": "fp32",
-    "sharding": "replicated",
-    "device": "cpu",
-    "rotary": True,
-    "fused_gate": False,
-}
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 "
     "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 --global-batch-size 8 "

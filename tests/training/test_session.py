@@ -93,6 +93,16 @@ def test_bf16_stays_near_fp32_with_the_router_in_fp32(data, one_rank, tmp_path):
     assert "layers bf16, router fp32, gradients summed in fp32" in outcome.screen
 
 
+def test_tensor_ranks_may_outnumber_key_heads(data, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    flags = f"{SPARSE} {data} --group-query-attention --num-query-groups 1 --disable-bias-linear"
+    tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
+    trained(f"{flags} {tensor} --switch-metrics-file {metrics}", ranks=2)
+    records = read_records(metrics)
+    assert len(records) == 4
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"]
+
+
 def test_fp16_steps_that_overflow_are_skipped_and_counted_as_such(data, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     scale = "--fp16 --initial-loss-scale 1e20 --min-loss-scale 1 --hysteresis 1"

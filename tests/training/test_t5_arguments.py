@@ -77,9 +77,18 @@ def test_layers_with_experts_are_numbered_through_both_stacks(flags, numbers):
     assert shape.sparse_layers == tuple(n - depth for n in numbers if n > depth)
 
 
-def test_a_decoder_pattern_of_another_length_is_refused():
-    args = filled(SIZES + "--switch-decoder-layer-freq [0,1]")
-    with pytest.raises(ConfigError, match=r"has 2 entries for 4 layers.*--decoder-num-layers"):
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("[0,1]", r"has 2 entries for 4 layers.*--decoder-num-layers"),
+        ("0", r"--switch-decoder-layer-freq is a number N of at least 1, .* got 0\."),
+        ("many", r"got many\."),
+        ("[0,1", r"got \[0,1\."),
+    ],
+)
+def test_a_decoder_pattern_that_says_nothing_of_its_layers_is_refused(pattern, message):
+    args = filled(f"{SIZES} --switch-decoder-layer-freq {pattern}")
+    with pytest.raises(ConfigError, match=message):
         stack_frequencies(args)
 
 
