@@ -92,8 +92,8 @@ def _import(own: Namespace) -> None:
         )
     if flags["tokenizer-type"] == "NullTokenizer":
         print(
-            f"{own.hf} has no tokenizer, so tokens are numbers. For texts add --tokenizer-type and "
-            "--tokenizer-model below."
+            f"{own.hf} has no tokenizer, so texts are numbers, as in '5 7 9'. For others add "
+            "--tokenizer-type and --tokenizer-model below."
         )
     print(f"Train on from it:\n{training_command(flags, own.megatron)}")
     if flags.get("num-experts"):

@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     for note in job.notes:
         print(f"Note: {note}")
     sbatch, shell = map(str, texts)
-    print(f"Wrote {sbatch} and {shell}, for {job.world_size} ranks.")
+    print(f"Wrote {sbatch} and {shell}, for {job.world_size} ranks of {job.hardware.name}.")
     print(f"With SLURM:     sbatch {sbatch}")
     print(f"Without:        bash {shell}" + (" on every node, as its head says" * (job.nodes > 1)))
     extra = rehearsal_flags(job)
@@ -187,8 +187,10 @@ def _without_output(argv: Sequence[str]) -> list[str]:
 def _write(texts: dict[Path, str], *, force: bool) -> None:
     existing = [str(path) for path in texts if path.exists()]
     if existing and not force:
+        verb = "exists" if len(existing) == 1 else "exist"
         raise ConfigError(
-            f"{', '.join(existing)} exists. Give another --name or --output, or --force to replace."
+            f"{' and '.join(existing)} {verb}. Give another --name or --output, or --force to "
+            "replace."
         )
     for path, text in texts.items():
         try:

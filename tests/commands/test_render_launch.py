@@ -84,7 +84,7 @@ def test_the_rehearsal_that_is_named_is_of_the_same_flags(tmp_path, capsys):
 def test_scripts_are_not_replaced_unless_told(tmp_path):
     render(tmp_path)
     before = (tmp_path / "switch.sbatch").read_text()
-    with pytest.raises(ConfigError, match=r"switch\.sbatch.* exists\. Give another --name"):
+    with pytest.raises(ConfigError, match=r"switch\.sbatch and .*switch\.sh exist\. Give"):
         render(tmp_path, "--nodes", "2")
     assert (tmp_path / "switch.sbatch").read_text() == before
     assert render(tmp_path, "--nodes", "2", "--force") == 0
