@@ -36,7 +36,12 @@ _REFUSED = {
 }
 """Flags that need a GPU's kernels, or decide within Transformer Engine."""
 
-_HELD_BACK = ("use_megatron_fsdp", "optimizer_cpu_offload", "fine_grained_activation_offloading")
+_HELD_BACK = (
+    "use_megatron_fsdp",
+    "optimizer_cpu_offload",
+    "use_precision_aware_optimizer",
+    "fine_grained_activation_offloading",
+)
 """What a launch on GPUs may have, while the checks of a run on the CPU would refuse it."""
 
 _ENGINE_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})

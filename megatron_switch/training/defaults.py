@@ -137,7 +137,9 @@ def _refuse_engine(line: CommandLine, device: Literal["cuda", "cpu"]) -> None:
     asked = {
         "--transformer-impl transformer_engine": "transformer_impl" in line.explicit
         and line.args.transformer_impl == "transformer_engine",
-        "--use-precision-aware-optimizer": line.args.use_precision_aware_optimizer,
+        # Megatron demands it with an optimizer on the host, which is torch's own.
+        "--use-precision-aware-optimizer": line.args.use_precision_aware_optimizer
+        and not line.args.optimizer_cpu_offload,
     }
     flag = next((flag for flag, is_set in asked.items() if is_set), None)
     if flag is None:

@@ -139,6 +139,12 @@ def test_a_mask_that_is_reset_comes_from_the_data_set(sparse_line):
     assert line.args.create_attention_mask_in_dataloader
 
 
+def test_an_optimizer_on_the_host_needs_no_engine(sparse_line):
+    line = sparse_line("--optimizer-cpu-offload --use-precision-aware-optimizer")
+    fill_defaults(line, "cuda")
+    assert line.args.use_precision_aware_optimizer
+
+
 @pytest.mark.parametrize(
     ("device", "flags", "message"),
     [
