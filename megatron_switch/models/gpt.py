@@ -99,8 +99,8 @@ def check_layer_pattern(pattern: object, num_layers: int, *, flag: str, depth_fl
     """Refuse what says of no layer, or of other layers, whether they have experts.
 
     Args:
-        pattern: Value of ``flag``: every how manieth layer has experts, or a list with one number
-            for each layer.
+        pattern: Value of ``flag``: N for experts in every Nth layer, or a list with 0 or 1 for
+            each layer.
         num_layers: Layers of the stack that the flag speaks of.
         flag: Named in the message.
         depth_flag: The flag that says how many layers there are; named too.
