@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from megatron_switch import __version__
 from megatron_switch.errors import OneRankNumericError, SwitchError
-from megatron_switch.help_text import ShowingDefaults
+from megatron_switch.utils.help_text import ShowingDefaults
 
 _USER_ERROR = 2
 _INTERRUPTED = 130  # what shells return for a command that Ctrl-C ended
@@ -107,12 +107,12 @@ def reporting_errors(run: Callable[[], int]) -> int:
 
 def _train(argv: list[str]) -> int:
     if not _HELP.isdisjoint(argv):
-        from megatron_switch.training.help import train_help
+        from megatron_switch.training.arguments.help import train_help
 
         print(train_help(all_flags=_HELP_ALL in argv))
         return 0
     _refuse_misspelt(argv)
-    from megatron_switch.training.session import train
+    from megatron_switch.training.loop.session import train
 
     train(argv)
     return 0
@@ -120,7 +120,7 @@ def _train(argv: list[str]) -> int:
 
 def _refuse_misspelt(flags: Sequence[str]) -> None:
     """Refuse a flag that does not exist before Megatron is imported, which takes seconds."""
-    from megatron_switch.layout.train_flags import refuse_unknown
+    from megatron_switch.flags.train_flags import refuse_unknown
 
     refuse_unknown(flags)
 
@@ -144,8 +144,8 @@ def _launch_local(argv: list[str]) -> int:
     from megatron_switch.emulation import import_megatron, launch
 
     import_megatron()  # before the next line, so that it does so in the quick way
-    import megatron_switch.training.session  # noqa: F401  # once, for all ranks
-    from megatron_switch.training.run_folder import COMMAND_VARIABLE
+    import megatron_switch.training.loop.session  # noqa: F401  # once, for all ranks
+    from megatron_switch.training.logs.run_folder import COMMAND_VARIABLE
 
     again = [sys.executable, "-m", "megatron_switch", "launch-local", *argv]
     os.environ[COMMAND_VARIABLE] = shlex.join(again)
@@ -160,100 +160,100 @@ def _prepare(argv: list[str]) -> int:
 
 
 def _generate(argv: list[str]) -> int:
-    from megatron_switch.training.parsers import generate_parser
+    from megatron_switch.commands.inspect.parsers import generate_parser
 
     generate_parser().parse_known_args(argv)  # help and slips are answered without Megatron
-    from megatron_switch.training.generation import run
+    from megatron_switch.commands.inspect.generate import run
 
     return run(argv)
 
 
 def _experts(argv: list[str]) -> int:
-    from megatron_switch.training.parsers import experts_parser
+    from megatron_switch.commands.inspect.parsers import experts_parser
 
     experts_parser().parse_known_args(argv)  # help and slips are answered without Megatron
-    from megatron_switch.training.experts import run
+    from megatron_switch.commands.inspect.expert_report import run
 
     return run(argv)
 
 
 def _convert(argv: list[str]) -> int:
-    from megatron_switch.commands.checkpoint_parsers import convert_parser
+    from megatron_switch.commands.checkpoints.parsers import convert_parser
 
     convert_parser().parse_args(argv)  # help and slips are answered without Megatron
-    from megatron_switch.commands.convert import run
+    from megatron_switch.commands.checkpoints.convert import run
 
     return run(argv)
 
 
 def _reshard(argv: list[str]) -> int:
-    from megatron_switch.commands.checkpoint_parsers import reshard_parser
+    from megatron_switch.commands.checkpoints.parsers import reshard_parser
 
     reshard_parser().parse_args(argv)  # help and slips are answered without Megatron
-    from megatron_switch.commands.reshard import run
+    from megatron_switch.commands.checkpoints.reshard import run
 
     return run(argv)
 
 
 def _upcycle(argv: list[str]) -> int:
-    from megatron_switch.commands.checkpoint_parsers import upcycle_parser
+    from megatron_switch.commands.checkpoints.parsers import upcycle_parser
 
     upcycle_parser().parse_args(argv)  # help and slips are answered without Megatron
-    from megatron_switch.commands.upcycle import run
+    from megatron_switch.commands.checkpoints.upcycle import run
 
     return run(argv)
 
 
 def _capacity_sweep(argv: list[str]) -> int:
-    from megatron_switch.training.parsers import parse_capacity_sweep
+    from megatron_switch.commands.inspect.parsers import parse_capacity_sweep
 
     parse_capacity_sweep(argv)  # help and slips are answered without Megatron
-    from megatron_switch.training.capacity_sweep import run
+    from megatron_switch.commands.inspect.capacity_sweep import run
 
     return run(argv)
 
 
 def _check_layouts(argv: list[str]) -> int:
-    from megatron_switch.testing.layout_flags import add_arguments
+    from megatron_switch.commands.check_layouts.parser import add_arguments
 
     args = _parsed("check-layouts", COMMANDS["check-layouts"].summary, add_arguments, argv)
-    from megatron_switch.testing.layout_check import run
+    from megatron_switch.commands.check_layouts.comparison import run
 
     return run(args)
 
 
 def _demo(argv: list[str]) -> int:
-    from megatron_switch.training.demo import add_arguments, run
+    from megatron_switch.commands.demo import add_arguments, run
 
     return run(_parsed("demo", COMMANDS["demo"].summary, add_arguments, argv))
 
 
 def _plan(argv: list[str]) -> int:
-    from megatron_switch.commands.plan import run
+    from megatron_switch.commands.cluster.plan import run
 
     return run(argv)
 
 
 def _rehearse(argv: list[str]) -> int:
-    from megatron_switch.commands.rehearse import run
+    from megatron_switch.commands.cluster.rehearse import run
 
     return run(argv)
 
 
 def _render_launch(argv: list[str]) -> int:
-    from megatron_switch.commands.render_launch import run
+    from megatron_switch.commands.cluster.render_launch import run
 
     return run(argv)
 
 
 def _check_binding(argv: list[str]) -> int:
-    from megatron_switch.commands.check_binding import run
+    from megatron_switch.commands.cluster.check_binding import run
 
     return run(argv)
 
 
 def _from_deepspeed(argv: list[str]) -> int:
-    from megatron_switch.commands.from_deepspeed import run
+    from megatron_switch.commands.cluster.from_deepspeed import run
 
     return run(argv)
 

@@ -6,7 +6,7 @@ Megatron stores the whole argument namespace in its checkpoints and reads it bac
 ``weights_only=True``.
 
 What Megatron already has keeps Megatron's flag, and only its default changes; see
-:mod:`megatron_switch.training.arguments`. Annotations are evaluated here (no
+:mod:`megatron_switch.training.arguments.parser`. Annotations are evaluated here (no
 ``from __future__ import annotations``), because Megatron's flag factory reads the types.
 """
 

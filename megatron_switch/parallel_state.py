@@ -31,7 +31,11 @@ from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.nodes import expert_node_groups
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER
 from megatron_switch.layout.spread import Spread, spread_of
-from megatron_switch.process_groups import MEGATRON_GROUPS, check_groups, refuse_other_sizes
+from megatron_switch.upstream.process_groups import (
+    MEGATRON_GROUPS,
+    check_groups,
+    refuse_other_sizes,
+)
 
 # Megatron's accessors for one axis, under Megatron's names.
 get_tensor_model_parallel_group = mpu.get_tensor_model_parallel_group

@@ -24,6 +24,7 @@ torch.ones((), requires_grad=True).backward()
 # happens hundreds of times.
 inspect.getsource = functools.cache(inspect.getsource)
 
+pytest_plugins = ["support.training_fixtures"]
 SLOW_MARKERS = ("slow", "torchrun")
 
 

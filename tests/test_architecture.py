@@ -23,37 +23,44 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     # L0: what everybody may need
     ("megatron_switch", "errors"),
     # L1: plain values, answered at once on a login node; no torch
-    ("config", "recipes", "atomic", "help_text", "moe.capacity"),
-    ("patching",),
+    ("utils",),
+    ("config", "moe.capacity"),
+    ("flags",),
+    ("upstream.version", "upstream.patching"),
     ("layout",),
+    ("architecture",),
+    ("planner",),
     ("migration",),
     ("launch",),
     # L2: torch only, no process groups
     (
-        "moe.counter",
+        "moe.counter_rng",
         "moe.initialization",
         "moe.losses",
+        "moe.metrics.routing_counts",
         "moe.reference",
-        "moe.routed",
+        "moe.routed_tokens",
         "moe.routing",
-        "moe.statistics",
     ),
     # L3: modules of a Megatron model, its files and its data
-    ("upstream",),
-    ("process_groups", "parallel_state"),
+    ("upstream.process_groups", "parallel_state"),
     ("moe",),
     ("models",),
+    ("checkpoint.formats",),
+    ("checkpoint.load",),
     ("checkpoint",),
     ("data",),
-    ("repairs",),
+    ("upstream",),
     # L4: the same, run elsewhere
     ("emulation",),
     ("rehearsal",),
     ("testing",),
     # L5: the only room that knows Megatron's training loop
+    ("training.logs",),
+    ("training.arguments",),
+    ("training.preflight",),
+    ("training.loop",),
     ("training",),
-    ("testing.layout_run",),
-    ("testing.layout_check",),
     # L6: commands
     ("commands",),
     ("cli",),
@@ -61,8 +68,18 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 )
 """Names are modules or folders of the package; the longest that fits a module is its own."""
 
-NO_TORCH = ("errors", "config", "recipes", "atomic", "help_text", "layout", "launch", "migration")
-PURE = ROOMS[6]
+NO_TORCH = (
+    "errors",
+    "utils",
+    "config",
+    "flags",
+    "architecture",
+    "layout",
+    "planner",
+    "launch",
+    "migration",
+)
+PURE = ROOMS[10]
 """Rooms of level L2: they see tensors, and neither Megatron nor process groups."""
 
 TEXT_FOLDERS = (PACKAGE, "tests", "tools", "examples", "docs", ".ci")

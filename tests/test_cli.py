@@ -12,7 +12,7 @@ import pytest
 from megatron_switch import __version__, cli
 from megatron_switch.cli import COMMANDS, Command, main, reporting_errors
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
-from megatron_switch.training.run_folder import COMMAND_VARIABLE
+from megatron_switch.training.logs.run_folder import COMMAND_VARIABLE
 
 
 @pytest.fixture(autouse=True)

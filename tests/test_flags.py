@@ -13,8 +13,8 @@ import pytest
 
 from megatron_switch.config import SwitchConfig, flag_name
 from megatron_switch.errors import ConfigError
-from megatron_switch.recipes import RECIPES
-from megatron_switch.training.arguments import add_switch_arguments
+from megatron_switch.flags.recipes import RECIPES
+from megatron_switch.training.arguments.parser import add_switch_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 

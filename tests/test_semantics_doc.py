@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_switch.config import SwitchConfig, flag_name
-from megatron_switch.recipes import RECIPES
-from megatron_switch.training.arguments import parse_command_line
+from megatron_switch.flags.recipes import RECIPES
+from megatron_switch.training.arguments.parser import parse_command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH = ROOT / "docs" / "semantics.md"

@@ -1,7 +1,7 @@
 """Write ``docs/flags.md`` from the code: our flags, the recipes, and what becomes of Megatron's.
 
 The names of all flags go to ``train_flags.json``, for commands that do without Megatron. Run it
-after a flag, a recipe or a class of :mod:`megatron_switch.training.flag_classes` changed, or
+after a flag, a recipe or a class of :mod:`megatron_switch.flags.megatron_moe` changed, or
 another Megatron is used; tests compare both files with what this program would write.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_switch.emulation import import_megatron
-from megatron_switch.layout.train_flags import NAMES_FILE
-from megatron_switch.recipes import RECIPES
-from megatron_switch.training.arguments import SWITCH_DEFAULTS, add_switch_arguments
-from megatron_switch.training.flag_classes import FLAGS, FlagClass, fixed_defaults
+from megatron_switch.flags.megatron_moe import FLAGS, FlagClass, fixed_defaults
+from megatron_switch.flags.recipes import RECIPES
+from megatron_switch.flags.train_flags import NAMES_FILE
+from megatron_switch.training.arguments.parser import SWITCH_DEFAULTS, add_switch_arguments
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_switch import __version__
-from megatron_switch.data.check import check_indexed_dataset
 from megatron_switch.data.corpus import Corpus, find_corpus, library_root
+from megatron_switch.data.indexed_files import check_indexed_dataset
 from megatron_switch.data.prepared import SCHEMA, Prepared, from_json, summary
 from megatron_switch.data.sentencepiece_model import train_sentencepiece
 from megatron_switch.data.settings import Settings, add_arguments

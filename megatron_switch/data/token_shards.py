@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_switch.atomic import renamed_into_place
 from megatron_switch.data.documents import (
     Document,
     Losses,
@@ -28,6 +27,7 @@ from megatron_switch.data.quiet import quiet_upstream
 from megatron_switch.data.sources import SourceFile
 from megatron_switch.data.tokenizer import Tokenizer
 from megatron_switch.errors import DataError
+from megatron_switch.utils.atomic_file import renamed_into_place
 
 _SHARDS_WANTED = 512  # enough for any number of processes, few enough to join quickly
 _LEAST_WEIGHT = 2**20

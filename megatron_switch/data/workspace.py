@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_switch.atomic import renamed_into_place
 from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.utils.atomic_file import renamed_into_place
 
 Start = Literal["new", "continued", "again"]
 """Whether unfinished work was there: none, of the same fingerprint, or of another one."""

@@ -41,7 +41,7 @@ from typing import NoReturn
 import torch
 
 from megatron_switch.emulation.patches import import_patches
-from megatron_switch.patching import applied
+from megatron_switch.upstream.patching import applied
 
 _SETTLE_S = 0.1  # until failures that happened at one moment have all been reported
 _GRACE_S = 10.0  # between asking a rank to end and killing it

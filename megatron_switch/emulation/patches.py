@@ -29,7 +29,7 @@ from megatron_switch.emulation.collectives import (
 from megatron_switch.emulation.device import Device, Event, Stream
 from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
 from megatron_switch.emulation.gloo_groups import GroupsOnOneDevice
-from megatron_switch.patching import Patch, applied
+from megatron_switch.upstream.patching import Patch, applied
 
 _NO_GPU = "there is no CUDA device to ask"
 _BOUND_AT_IMPORT = "it holds torch's own function from before the emulation"

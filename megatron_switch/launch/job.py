@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from megatron_switch.architecture.model_flags import FlagValues, flags_of_words, read_model
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.hardware import Hardware
-from megatron_switch.layout.model_flags import FlagValues, flags_of_words, read_model
-from megatron_switch.layout.reasons import expert_spread
 from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.spread import Spread
-from megatron_switch.layout.train_flags import refuse_unknown
 from megatron_switch.layout.validation import ModelShape, validate_layout
+from megatron_switch.planner.hardware.cluster import Hardware
+from megatron_switch.planner.reasons import expert_spread
 
 Shape = Literal["srun", "torchrun"]
 """Who starts the processes of a node: srun one a GPU, or srun one torchrun."""

@@ -1,8 +1,8 @@
 """Over how many nodes and leaf switches a group of ranks is spread.
 
 Ranks fill nodes one after another, and nodes fill leaves in the order in which the launcher lists
-them (:mod:`megatron_switch.layout.placement` puts them into an order in which groups stay under one
-leaf). So node = rank // ranks of a node and leaf = node // nodes of a leaf.
+them (:mod:`megatron_switch.planner.hardware.node_order` puts them into an order in which groups
+stay under one leaf). So node = rank // ranks of a node and leaf = node // nodes of a leaf.
 """
 
 from collections.abc import Sequence

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.layout.json_file import JsonFile
 from megatron_switch.migration.deepspeed_sections import SECTIONS, optional_count
 from megatron_switch.migration.translation import Translation
+from megatron_switch.utils.json_file import JsonFile
 
 _NO_EQUAL: Mapping[str, str] = {
     "amp": "Apex's automatic precision; Megatron keeps fp32 masters itself. Use --bf16.",

@@ -7,8 +7,8 @@ line and key; a key of a known section that has no equal is a note.
 from collections.abc import Callable
 from typing import Any
 
-from megatron_switch.layout.json_file import JsonFile
 from megatron_switch.migration.translation import Translation
+from megatron_switch.utils.json_file import JsonFile
 
 _ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
 

@@ -6,7 +6,7 @@ tokens of a group over ranks, so a rank cannot number its slots alone. :class:`C
 gathers what it lacks:
 
 * first come, first served: int32 counts of tokens per (sequence, chunk, expert), in one all-gather;
-  a rank adds up those of earlier chunks (:mod:`megatron_switch.moe.shards`);
+  a rank adds up those of earlier chunks (:mod:`megatron_switch.moe.sequence_shards`);
 * by probability: the tokens themselves in index form, because counts cannot tell whose gate is
   larger.
 
@@ -37,7 +37,7 @@ from megatron_switch.moe.routing import (
     route_probs,
     shift_slots,
 )
-from megatron_switch.moe.shards import SequenceShards, earlier_counts
+from megatron_switch.moe.sequence_shards import SequenceShards, earlier_counts
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_switch.config import SwitchConfig
-from megatron_switch.moe.exchange import (
-    Exchange,
-    gather_rows,
-    put_rows,
-    reduce_scatter_rows,
-    take_rows,
-)
-from megatron_switch.moe.plan import (
+from megatron_switch.moe.dispatch_plan import (
     Chunk,
     ExpertGrid,
     Plan,
@@ -50,7 +43,14 @@ from megatron_switch.moe.plan import (
     packed_plan,
     padded_plan,
 )
-from megatron_switch.moe.routed import RoutedTokens
+from megatron_switch.moe.exchange import (
+    Exchange,
+    gather_rows,
+    put_rows,
+    reduce_scatter_rows,
+    take_rows,
+)
+from megatron_switch.moe.routed_tokens import RoutedTokens
 
 Experts = Callable[..., tuple[Tensor, Tensor | None]]
 """Megatron's ``ExpertsInterface``: ``(rows_RD, tokens_per_expert_e, gate_R)``, and ``key_R=`` where

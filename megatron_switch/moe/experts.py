@@ -36,10 +36,10 @@ from torch.nn import Parameter
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import LayoutError
-from megatron_switch.moe.counter import dropout
-from megatron_switch.moe.expert_shards import ExpertShards, Offset
+from megatron_switch.moe.counter_rng import dropout
 from megatron_switch.moe.grouped_linear import activated_grouped_linear, grouped_linear
 from megatron_switch.moe.initialization import init_expert_weight_
+from megatron_switch.moe.sharded_state import ExpertShards, Offset
 
 
 def build_experts(

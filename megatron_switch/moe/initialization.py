@@ -6,7 +6,7 @@ the order of construction changes them. Two ways to draw:
 
 * With a scale ``s``: a normal distribution with standard deviation ``sqrt(s / fan-in)``, cut at two
   of them, fan-in counted over the whole expert. It comes from the counter of
-  :mod:`megatron_switch.moe.counter`, so a rank draws its own shard and nothing else.
+  :mod:`megatron_switch.moe.counter_rng`, so a rank draws its own shard and nothing else.
 * Without: Megatron's own ``init_method``. It takes a tensor and draws from torch's generator, so it
   fills a whole matrix on the CPU, under a generator state that is put back afterwards.
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_switch.moe.counter import mix, uniform
+from megatron_switch.moe.counter_rng import mix, uniform
 
 InitMethod = Callable[[Tensor], object]
 """Fills a tensor in place, from torch's default generator."""

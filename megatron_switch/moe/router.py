@@ -42,20 +42,20 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_switch.config import SwitchConfig
-from megatron_switch.moe import counter
+from megatron_switch.moe import counter_rng
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.capacity_groups import CapacityGroups, Rows
 from megatron_switch.moe.initialization import init_router_weight_
 from megatron_switch.moe.loss_tokens import loss_tokens
 from megatron_switch.moe.losses import load_balancing_share, router_z_share
-from megatron_switch.moe.metrics import record_routing
-from megatron_switch.moe.routed import RoutedTokens
+from megatron_switch.moe.metrics.routing_counts import LADDER, statistics_row
+from megatron_switch.moe.metrics.tracker import record_routing
+from megatron_switch.moe.routed_tokens import RoutedTokens
 from megatron_switch.moe.routing import (
     RouterProbabilities,
     SwitchRouting,
     router_probabilities,
 )
-from megatron_switch.moe.statistics import LADDER, statistics_row
 from megatron_switch.moe.step_key import step_key
 
 
@@ -184,7 +184,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
     def _keys(self, rows: Rows) -> Tensor:
         """Return the tokens' random keys: by place in the whole micro-batch, on any rank."""
         assert self.layer_number is not None, "noise is keyed by the layer's number"
-        return counter.token_keys(step_key(), self.layer_number, self.groups.positions(rows))
+        return counter_rng.token_keys(step_key(), self.layer_number, self.groups.positions(rows))
 
     def _jittered(self, x_TD: Tensor, key_T: Tensor | None) -> Tensor:
         jitter_eps = self.config.moe_input_jitter_eps
@@ -192,7 +192,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
             return x_TD
         assert key_T is not None, "forward makes keys wherever there is noise"
         x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-        return counter.jitter(x_TD, key_T, jitter_eps)
+        return counter_rng.jitter(x_TD, key_T, jitter_eps)
 
     def _draws_noise(self) -> bool:
         noise = self.config.moe_input_jitter_eps or self.switch.expert_dropout

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.moe.dispatcher import Dispatcher, PaddedDispatcher, build_dispatcher
-from megatron_switch.moe.routed import RoutedTokens
+from megatron_switch.moe.routed_tokens import RoutedTokens
 
 
 class SwitchMLP(MoELayer):  # type: ignore[misc]
@@ -32,7 +32,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
 
     Args:
         config: Megatron's transformer configuration.
-        submodules: Builders of router and experts, from :mod:`megatron_switch.moe.spec`.
+        submodules: Builders of router and experts, from :mod:`megatron_switch.moe.layer_spec`.
         layer_number: 1-based number of the layer in its stack, if known already.
         pg_collection: Process groups.
         is_mtp_layer: Whether the layer belongs to multi-token prediction; refused.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from megatron_switch.rehearsal.collectives import COLLECTIVES, Call, CollectiveLog
+from megatron_switch.rehearsal.collective_trace import COLLECTIVES, Call, CollectiveLog
 from megatron_switch.rehearsal.memory import LiveMemory, Peak, held_by
 
 _aten = torch.ops.aten

@@ -22,8 +22,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
-from megatron_switch.patching import Patch, applied
 from megatron_switch.rehearsal.observer import Observation, StepObserver
+from megatron_switch.upstream.patching import Patch, applied
 
 _ALONE = "the other ranks are not there to answer"
 _MOST_DIMS = 5  # how many sizes Megatron sends of each entry

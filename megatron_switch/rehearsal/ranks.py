@@ -18,9 +18,9 @@ import torch
 
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
+from megatron_switch.rehearsal.dry_run import Observed, Rehearsal
 from megatron_switch.rehearsal.observer import Observation
 from megatron_switch.rehearsal.report import RankReport, rank_report
-from megatron_switch.rehearsal.stage import Observed, Rehearsal
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_switch import parallel_state
 from megatron_switch.layout.grid import GROUP_NAMES
-from megatron_switch.rehearsal.collectives import Call, Row, table
+from megatron_switch.rehearsal.collective_trace import Call, Row, table
 from megatron_switch.rehearsal.observer import Observation
 
 SCHEMA = "megatron-switch/rehearsal/1"

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_switch.checkpoint.contents import COMMON_STATE_KEY, read_index
-from megatron_switch.checkpoint.files import TRACKER
+from megatron_switch.checkpoint.formats.dist_metadata import COMMON_STATE_KEY, read_index
+from megatron_switch.checkpoint.load.files import TRACKER
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_switch.moe.shards import SequenceShards
+from megatron_switch.moe.sequence_shards import SequenceShards
 
 
 class ContextAttention(nn.Module):

@@ -15,8 +15,8 @@ from megatron_switch.emulation import cuda_on_cpu, patches
 from megatron_switch.emulation.device import Device
 from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
 from megatron_switch.errors import UpstreamError
-from megatron_switch.patching import applied
 from megatron_switch.testing.ranks import run_ranks
+from megatron_switch.upstream.patching import applied
 
 TESTS = Path(__file__).parents[1]
 NUM_PATCHES = {"torch": 47, "megatron": 2}

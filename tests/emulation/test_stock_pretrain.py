@@ -7,7 +7,7 @@ No compiler can be found: the emulation must not need one.
 
 import pytest
 import torch
-from emulation.stock_pretrain import MOE_FLAGS, losses_of, train
+from support.stock_pretrain import MOE_FLAGS, losses_of, train
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 EP2 = "--expert-model-parallel-size 2"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from emulation import stock_pretrain
+from support import stock_pretrain
 
 FLAGS = f"""
     {stock_pretrain.MOE_FLAGS} --tensor-model-parallel-size 2 --sequence-parallel

@@ -1,11 +1,11 @@
 """Environment variables follow from GPU generation and flags."""
 
 import pytest
-from test_job import job
+from support.launch_job import job
 
 from megatron_switch.errors import ConfigError
 from megatron_switch.launch.environment import environment_of, generation_of
-from megatron_switch.layout.hardware import load_hardware, preset_names
+from megatron_switch.planner.hardware.cluster import load_hardware, preset_names
 
 TP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 

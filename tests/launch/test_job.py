@@ -1,23 +1,10 @@
 """Jobs: what is refused before a script is written, and what is only said."""
 
 import pytest
+from support.launch_job import MODEL, job
 
 from megatron_switch.errors import ConfigError, LayoutError
-from megatron_switch.launch.job import Container, Job, seconds_of
-from megatron_switch.layout.hardware import load_hardware
-
-MODEL = ("--num-experts", "64", "--num-attention-heads", "8", "--data-path", "corpus")
-
-
-def job(*flags: str, **changes: object) -> Job:
-    values: dict[str, object] = {
-        "name": "switch",
-        "nodes": 4,
-        "hardware": load_hardware("h100-80gb-ndr"),
-        "flags": (*MODEL, *flags),
-        "run_dir": "runs/one",
-    }
-    return Job(**{**values, **changes})
+from megatron_switch.launch.job import Container, seconds_of
 
 
 def test_the_layout_is_what_the_flags_say():

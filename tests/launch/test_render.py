@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_job import job
+from support.launch_job import job
 
 from megatron_switch.cli import main
 from megatron_switch.launch.job import Container

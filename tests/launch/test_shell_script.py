@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_switch.commands.render_launch import run
+from megatron_switch.commands.cluster.render_launch import run
 
 FLAGS = [
     *["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"],

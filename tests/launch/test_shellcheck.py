@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_job import job
+from support.launch_job import job
 
 from megatron_switch.launch.job import Container
 from megatron_switch.launch.render import render_sbatch, render_shell

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from slurm_cluster import running_cluster
+from support.slurm_cluster import running_cluster
 
 ROOT = Path(__file__).parents[2]
 ITERATIONS = 170

@@ -4,8 +4,8 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
-from t5_case import CHANNELS, HEADS, t5_config
-from tiny_gpt import model_parallel
+from support.t5_case import CHANNELS, HEADS, t5_config
+from support.tiny_gpt import model_parallel
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 

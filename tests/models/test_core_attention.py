@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from tiny_gpt import tiny_config
+from support.tiny_gpt import tiny_config
 
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import ConfigError

@@ -15,7 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
-from tiny_gpt import (
+from support.tiny_gpt import (
     MOE,
     SEQ,
     VOCAB,

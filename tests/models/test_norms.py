@@ -8,7 +8,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.fusions import fused_layer_norm
-from tiny_gpt import model_parallel, tiny_config
+from support.tiny_gpt import model_parallel, tiny_config
 from torch import nn
 
 from megatron_switch.errors import ConfigError

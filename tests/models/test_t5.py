@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from t5_case import (
+from support.t5_case import (
     DECODER_PATTERN,
     ENCODER_PATTERN,
     EXPERTS,
@@ -13,7 +13,7 @@ from t5_case import (
     hugging_face_model,
     shard,
 )
-from tiny_gpt import model_parallel
+from support.tiny_gpt import model_parallel
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.moe.switch_mlp import SwitchMLP

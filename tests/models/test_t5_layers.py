@@ -8,8 +8,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
-from t5_case import t5_config
-from tiny_gpt import model_parallel
+from support.t5_case import t5_config
+from support.tiny_gpt import model_parallel
 
 from megatron_switch.errors import ConfigError
 from megatron_switch.models.attention_bias import BiasedDotProductAttention

@@ -6,8 +6,8 @@ That slots of spread-out groups are those of the whole is shown by ``test_switch
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import Layout, start_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
+from support.layout_case import Layout, start_groups
 
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.moe.capacity_groups import CapacityGroups

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import (
+from support.layout_case import (
     FF,
     B,
     D,
@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.moe import exchange
-from megatron_switch.moe.counter import dropout
+from megatron_switch.moe.counter_rng import dropout
 from megatron_switch.moe.dispatcher import (
     PackedDispatcher,
     PaddedDispatcher,
@@ -31,7 +31,7 @@ from megatron_switch.moe.dispatcher import (
     build_dispatcher,
 )
 from megatron_switch.moe.experts import GroupedExperts
-from megatron_switch.moe.routed import RoutedTokens
+from megatron_switch.moe.routed_tokens import RoutedTokens
 from megatron_switch.moe.routing import route
 from megatron_switch.testing.ranks import run_ranks
 

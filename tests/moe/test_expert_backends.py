@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layout_case import FF, D, E, Layout, Part, Problem, start_groups
 from megatron.core import dist_checkpointing
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.moe.experts import TEGroupedMLP
+from support.layout_case import FF, D, E, Layout, Part, Problem, start_groups
 
 from megatron_switch.emulation import cuda_on_cpu
-from megatron_switch.repairs import repaired_megatron
 from megatron_switch.testing.ranks import run_ranks
+from megatron_switch.upstream.repairs import repaired_megatron
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layout_case import FF, D, E, Layout, Part, Problem, start_groups, switch_config
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from support.layout_case import FF, D, E, Layout, Part, Problem, start_groups, switch_config
 from torch import nn
 
 from megatron_switch.config import SwitchConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_case import Layout, start_groups
-from switch_case import Case, build_layer
+from support.layout_case import Layout, start_groups
+from support.switch_case import Case, build_layer
 
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.losses import load_balancing_loss, router_z_loss

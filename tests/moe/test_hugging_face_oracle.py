@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_case import FF, D, E, Layout, S, start_groups
-from switch_case import Case, build_layer, new_tracker
+from support.layout_case import FF, D, E, Layout, S, start_groups
+from support.switch_case import Case, build_layer, new_tracker
 
+from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.moe.capacity import expert_capacity
-from megatron_switch.recipes import RECIPES
 from megatron_switch.testing.ranks import run_ranks
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install -e '.[hf]'")

@@ -7,13 +7,13 @@ single coefficient, and about choices that the loop shares.
 
 import pytest
 import torch
-from layout_case import D, E, Layout, S, start_groups
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
-from switch_case import LAYER, Case, Tracker, build_layer, new_tracker
+from support.layout_case import D, E, Layout, S, start_groups
+from support.switch_case import LAYER, Case, Tracker, build_layer, new_tracker
 
 from megatron_switch.moe.losses import load_balancing_loss, router_z_loss
+from megatron_switch.moe.metrics.routing_counts import LADDER, RoutingReport, statistics_row
 from megatron_switch.moe.routing import route, router_probabilities
-from megatron_switch.moe.statistics import LADDER, RoutingReport, statistics_row
 from megatron_switch.testing.ranks import run_ranks
 
 NO_LOSSES = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}

@@ -6,8 +6,8 @@ operation makes, forward and backward, is looked at, in both modes of dispatch.
 
 import pytest
 import torch
-from layout_case import Layout, start_groups
-from switch_case import Case, build_layer
+from support.layout_case import Layout, start_groups
+from support.switch_case import Case, build_layer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layout_case import D, E, Layout, S, start_groups
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router_trace import (
@@ -16,7 +15,8 @@ from megatron.core.transformer.moe.router_trace import (
     load_hidden_states_for_record,
     load_logits_for_record,
 )
-from switch_case import LAYER, Case, build_layer, new_tracker
+from support.layout_case import D, E, Layout, S, start_groups
+from support.switch_case import LAYER, Case, build_layer, new_tracker
 from torch import nn
 
 from megatron_switch.config import SwitchConfig

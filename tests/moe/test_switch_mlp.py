@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import D, Layout, Part, each_layout, start_groups
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from switch_case import (
+from support.layout_case import D, Layout, Part, each_layout, start_groups
+from support.switch_case import (
     Case,
     Oracle,
     WholeMicroBatch,
@@ -29,7 +29,7 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import ConfigError
 from megatron_switch.moe import switch_mlp
-from megatron_switch.moe.spec import switch_mlp_spec
+from megatron_switch.moe.layer_spec import switch_mlp_spec
 from megatron_switch.moe.step_key import set_step_key
 from megatron_switch.testing.ranks import run_ranks
 

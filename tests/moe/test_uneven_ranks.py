@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layout_case import D, Layout, start_groups
-from switch_case import Case, Oracle, build_layer
+from support.layout_case import D, Layout, start_groups
+from support.switch_case import Case, Oracle, build_layer
 
 from megatron_switch.moe.reference import switch_layer
 from megatron_switch.testing.ranks import run_ranks

@@ -7,14 +7,14 @@ then ours. The same promises are kept for whole models by ``megatron-switch chec
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import D, E, Layout, S, start_groups, switch_config
 from megatron.core import parallel_state as mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from megatron.core.transformer.moe.router import TopKRouter
-from switch_case import Case, build_layer
+from support.layout_case import D, E, Layout, S, start_groups, switch_config
+from support.switch_case import Case, build_layer
 
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.moe.loss_tokens import set_loss_tokens

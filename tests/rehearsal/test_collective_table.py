@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_switch import parallel_state
-from megatron_switch.rehearsal.collectives import Call, Row, table
+from megatron_switch.rehearsal.collective_trace import Call, Row, table
 from megatron_switch.rehearsal.observer import StepObserver
 from megatron_switch.testing.ranks import run_ranks
 

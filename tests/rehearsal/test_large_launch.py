@@ -1,12 +1,12 @@
 """A launch of 1,024 ranks is rehearsed on one core, with the numbers that arithmetic gives."""
 
 import pytest
-from observed_run import rehearsed
+from support.observed_run import rehearsed
 
-from megatron_switch.commands.rehearse import model_words
+from megatron_switch.architecture.model_flags import read_model, shape_of
+from megatron_switch.architecture.parameters import stage_parameters
+from megatron_switch.commands.cluster.rehearse import model_words
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.model_flags import read_model, shape_of
-from megatron_switch.layout.model_size import stage_parameters
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

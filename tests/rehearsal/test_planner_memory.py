@@ -8,12 +8,12 @@ rehearsal can have, is watched in a real run of one rank.
 import shlex
 
 import pytest
-from observed_run import observed, rehearsed
+from support.observed_run import observed, rehearsed
 
+from megatron_switch.architecture.model_flags import capacity_of, flags_of_words, shape_of
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.memory import predict
-from megatron_switch.layout.model_flags import capacity_of, flags_of_words, shape_of
-from megatron_switch.layout.training import Training
+from megatron_switch.layout.workload import Training
+from megatron_switch.planner.cost.memory import predict
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

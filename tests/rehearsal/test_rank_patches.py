@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_switch.emulation import cuda_on_cpu
-from megatron_switch.rehearsal import offload, patches, sharding
+from megatron_switch.rehearsal import fsdp, host_offload, patches
 from megatron_switch.rehearsal.memory import LiveMemory
 from megatron_switch.rehearsal.observer import StepObserver
 from megatron_switch.testing.ranks import run_ranks
@@ -33,8 +33,8 @@ def all_patches():
         *patches.rehearsal_patches(bool),
         *patches.step_patches(StepObserver(), print),
         *patches.sample_patches({}),
-        *offload.offload_patches(LiveMemory()),
-        *sharding.sharding_patches(LiveMemory()),
+        *host_offload.offload_patches(LiveMemory()),
+        *fsdp.sharding_patches(LiveMemory()),
     ]
 
 
@@ -43,8 +43,8 @@ def test_number_of_patches():
     assert {name: packages.count(name) for name in packages} == NUM_PATCHES
     assert len(patches.step_patches(StepObserver(), print)) == 1
     assert len(patches.sample_patches({})) == 1
-    assert len(offload.offload_patches(LiveMemory())) == 7
-    assert len(sharding.sharding_patches(LiveMemory())) == 6
+    assert len(host_offload.offload_patches(LiveMemory())) == 7
+    assert len(fsdp.sharding_patches(LiveMemory())) == 6
 
 
 def test_every_patch_is_applied_and_undone():
@@ -54,8 +54,8 @@ def test_every_patch_is_applied_and_undone():
         patches.one_of_many_ranks(bool),
         patches.observed_steps(StepObserver(), print),
         patches.known_samples({}),
-        offload.host_memory(LiveMemory()),
-        sharding.cut_over_ranks(LiveMemory()),
+        host_offload.host_memory(LiveMemory()),
+        fsdp.cut_over_ranks(LiveMemory()),
     ):
         for target in targets:
             assert current(target) is not originals[target], target

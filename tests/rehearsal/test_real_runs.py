@@ -1,7 +1,7 @@
 """A rehearsal says and needs what a real run does: collectives call for call, and memory."""
 
 import pytest
-from observed_run import SPARSE, TINY, observed, rehearsed
+from support.observed_run import SPARSE, TINY, observed, rehearsed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

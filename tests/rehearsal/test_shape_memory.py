@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 from megatron_switch.rehearsal.observer import StepObserver
-from megatron_switch.rehearsal.shapes import ShapeMemory
+from megatron_switch.rehearsal.shape_cache import ShapeMemory
 
 CALLS = {
     "product": lambda x: x @ x.t(),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_switch.checkpoint.contents import find_defect, read_common_state
+from megatron_switch.checkpoint.formats.dist_metadata import find_defect, read_common_state
 from megatron_switch.testing.checkpoints import (
     Difference,
     compare_checkpoints,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_switch.emulation import cuda_on_cpu
-from megatron_switch.moe.shards import SequenceShards
+from megatron_switch.moe.sequence_shards import SequenceShards
 from megatron_switch.testing.context_attention import ContextAttention
 from megatron_switch.testing.ranks import run_ranks
 

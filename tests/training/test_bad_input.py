@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_run import SPARSE, TINY, run_command, train, trained
+from support.tiny_run import SPARSE, TINY, run_command, train, trained
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MOCK = "--mock-data"

@@ -7,9 +7,9 @@ one the loss falls.
 
 import pytest
 import torch
-from checkpoint import hf_models
 from safetensors.torch import load_file
-from tiny_run import read_records, run_command, trained
+from support import hf_models
+from support.tiny_run import read_records, run_command, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -1,7 +1,7 @@
 """What is logged of a step is the same whatever goes on around it."""
 
 import pytest
-from tiny_run import EXACT, read_records, trained
+from support.tiny_run import EXACT, read_records, trained
 
 pytestmark = pytest.mark.slow
 

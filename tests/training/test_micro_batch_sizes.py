@@ -5,7 +5,7 @@ counted once a micro-batch, is weaker by the micro-batch size, and the log does 
 """
 
 import pytest
-from tiny_run import EXACT, read_records, trained
+from support.tiny_run import EXACT, read_records, trained
 
 from megatron_switch.testing.checkpoints import compare_checkpoints
 

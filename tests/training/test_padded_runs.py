@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tiny_run import EXACT, read_records, trained
+from support.tiny_run import EXACT, read_records, trained
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ ranks that was never interrupted.
 """
 
 import pytest
-from tiny_run import EXACT, read_records, run_command, trained
+from support.tiny_run import EXACT, read_records, run_command, trained
 
-from megatron_switch.checkpoint.files import find_checkpoint
+from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.testing.checkpoints import compare_checkpoints
 
 pytestmark = pytest.mark.slow

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from stock_run import train_stock
-from tiny_run import SPARSE, TINY, read_records, trained
+from support.stock_run import train_stock
+from support.tiny_run import SPARSE, TINY, read_records, trained
 
-from megatron_switch.checkpoint.contents import read_common_state
-from megatron_switch.checkpoint.files import TRACKER, find_checkpoint
+from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
+from megatron_switch.checkpoint.load.files import TRACKER, find_checkpoint
 from megatron_switch.emulation.launch import import_megatron
 from megatron_switch.testing.checkpoints import compare_checkpoints, compare_tensors, load_tensors
 

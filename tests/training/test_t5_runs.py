@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_run import read_records, run_command, trained
+from support.tiny_run import read_records, run_command, trained
 
 from megatron_switch.data.sentencepiece_model import SentencePieceSettings, train_sentencepiece
 

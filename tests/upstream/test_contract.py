@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import megatron_switch
-from megatron_switch import upstream
 from megatron_switch.errors import UpstreamError
+from megatron_switch.upstream import version
 
 ROOT = Path(megatron_switch.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if "examples" not in path.parts)
@@ -276,27 +276,27 @@ def test_grouped_experts_name_their_weights_by_local_expert():
 
 
 def test_the_installed_version_is_the_supported_one():
-    upstream.check_version()
+    version.check_version()
 
 
 @pytest.mark.parametrize("local", ["0.19.2", "0.19.2+cluster.3"])
 def test_a_local_build_of_the_release_is_accepted(monkeypatch, local):
-    monkeypatch.setattr(upstream, "version", lambda name: local)
-    upstream.check_version()
+    monkeypatch.setattr(version, "version", lambda name: local)
+    version.check_version()
 
 
 @pytest.mark.parametrize("other", ["0.19.1", "0.20.0", "0.19.20", "0.19.2rc1"])
 def test_another_version_is_refused(monkeypatch, other):
-    monkeypatch.setattr(upstream, "version", lambda name: other)
+    monkeypatch.setattr(version, "version", lambda name: other)
     message = rf"checked against megatron-core 0\.19\.2, but {other} is installed.*pip install"
     with pytest.raises(UpstreamError, match=message):
-        upstream.check_version()
+        version.check_version()
 
 
 def test_no_version_is_refused(monkeypatch):
     def none(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(upstream, "version", none)
+    monkeypatch.setattr(version, "version", none)
     with pytest.raises(UpstreamError, match=r"but no version is installed.*pip install"):
-        upstream.check_version()
+        version.check_version()

@@ -1,0 +1,1 @@
+"""A model as one record: its flags, presets and parameter counts. Plain values, no torch."""

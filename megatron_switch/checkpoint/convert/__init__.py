@@ -1,0 +1,1 @@
+"""Conversion between Hugging Face's formats and Megatron's: name maps, packing, verification."""

@@ -1,0 +1,127 @@
+"""Compare the two sides of a conversion tensor by tensor, without a model.
+
+Every row of the name table is packed from Hugging Face's side and compared with Megatron's tensor,
+bit by bit, signs of zeros included. Where the types differ (``--dtype``), the side of the finer one
+is either the other's values in more bits, or was rounded to them; the two are told apart, so that a
+bit that only the finer side has shows as one tensor more that was rounded.
+
+What is to be compared is settled first, from names, shapes and sizes alone, so that how far the
+comparison is can be told.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_switch.checkpoint.convert.architectures import describe_import
+from megatron_switch.checkpoint.convert.conversion import open_weights, stored_args
+from megatron_switch.checkpoint.convert.name_map import Row
+from megatron_switch.checkpoint.formats.hf_folder import CONFIG, HuggingFaceSource, read_json
+from megatron_switch.checkpoint.formats.tensor_source import TensorSource, differing_bits
+from megatron_switch.checkpoint.load.files import FoundCheckpoint
+from megatron_switch.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """What was compared, when nothing differs."""
+
+    rows: int
+    """Tensors of Megatron, each expert counted on its own."""
+    nbytes: int
+    widened: int
+    """Rows whose types differ, with the same values in both."""
+    rounded: int
+    """Rows whose types differ, and of which the finer side had to be rounded to be equal."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be compared."""
+
+    hf: Path
+    folder: Path
+    """Folder of Megatron's iteration."""
+    rows: tuple[Row, ...]
+    source: TensorSource
+    """Hugging Face's side."""
+    weights: TensorSource
+    """Megatron's side."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of Megatron's tensors, each row and copy of it."""
+        return sum(
+            row.box.numel * self.weights.tensors[key].dtype.itemsize for row, key in self._pairs()
+        )
+
+    def carry_out(
+        self, *, on_bytes: Callable[[int], None] = lambda count: None
+    ) -> TensorComparison:
+        """Raise unless every tensor is the same on both sides.
+
+        Args:
+            on_bytes: Called with the size of each tensor that was compared; they add up to
+                :attr:`nbytes`.
+
+        Raises:
+            CheckpointError: Naming file, key and how many elements differ.
+        """
+        nbytes = widened = rounded = 0
+        for row, key in self._pairs():
+            theirs, ours = row.pack(self.source), self.weights.read(key, row.box)
+            coarse = max(theirs.dtype, ours.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            differing = differing_bits(theirs.to(coarse), ours.to(coarse))
+            if differing:
+                raise CheckpointError(
+                    f"{self.folder}: {key} at {row.box.offsets} differs from "
+                    f"{', '.join(row.names())} in {self.hf}: {differing} of {ours.numel()} "
+                    "elements."
+                )
+            if theirs.dtype != ours.dtype:
+                both = torch.promote_types(theirs.dtype, ours.dtype)
+                is_exact = torch.equal(theirs.to(both), ours.to(both))
+                widened, rounded = widened + is_exact, rounded + (not is_exact)
+            nbytes += ours.nbytes
+            on_bytes(ours.nbytes)
+        return TensorComparison(len(self.rows), nbytes, widened, rounded)
+
+    def _pairs(self) -> Iterator[tuple[Row, str]]:
+        return ((row, key) for row in self.rows for key in (row.key, *row.copies))
+
+
+def plan_comparison(hf: Path, found: FoundCheckpoint) -> Comparison:
+    """Return what is to be compared of two folders.
+
+    Args:
+        hf: Folder in Hugging Face's format.
+        found: Megatron's checkpoint.
+
+    Raises:
+        CheckpointError: Naming what either side lacks.
+    """
+    args = stored_args(found)
+    source = HuggingFaceSource(hf)
+    config = read_json(hf / CONFIG)
+    # The padding is the checkpoint's: any multiple may have been chosen.
+    multiple = int(args.padded_vocab_size)
+    table = describe_import(config, str(hf / CONFIG), source.tensors, multiple=multiple).table
+    table.check_other_side(source)
+    weights, others, _ = open_weights(found, args)
+    table.check_megatron(weights, others)
+    return Comparison(hf, found.folder, table.rows, source, weights)
+
+
+def compare_sides(hf: Path, found: FoundCheckpoint) -> TensorComparison:
+    """Raise unless every tensor is the same in both folders: a comparison, planned and carried out.
+
+    Args:
+        hf: Folder in Hugging Face's format.
+        found: Megatron's checkpoint.
+
+    Raises:
+        CheckpointError: Naming file, key and how many elements differ; or what either side lacks.
+    """
+    return plan_comparison(hf, found).carry_out()

@@ -1,0 +1,143 @@
+"""Write a folder so that nobody ever sees half of it.
+
+Everything goes to a hidden sibling of the target, which takes the target's name when all of it is
+on disk. A conversion that fails removes it; one that was killed leaves it behind under a name that
+nothing loads, and the next conversion to the same target starts over in it. Two conversions to one
+target at the same time are refused. An existing target is refused, and so is a full disk, before
+the first byte; one that fills up meanwhile, or fails, ends the conversion with a message.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_switch.checkpoint.formats.tensor_source import size_text
+from megatron_switch.errors import CheckpointError
+
+_LOCK = ".lock"
+_RESERVE = 64 * 2**20  # for what is no tensor: index, configuration, tokenizer
+
+
+@contextmanager
+def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterator[Path]:
+    """Yield an empty folder that becomes ``target`` when the block ends without an exception.
+
+    Args:
+        target: Folder to make; it must not exist.
+        needed_bytes: What will be written.
+        flag: Flag that names the target, for messages.
+
+    Raises:
+        CheckpointError: The target exists, its disk is too full or cannot be written, or another
+            process is writing it.
+    """
+    _refuse_existing(target, flag)
+    partial = target.parent / f".{target.name}.partial"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if partial.is_symlink():  # what it points to belongs to somebody else
+            raise FileExistsError(errno.EEXIST, "A symbolic link is in the way", str(partial))
+        partial.mkdir(exist_ok=True)
+        lock = (partial / _LOCK).open("w")
+    except OSError as error:
+        raise CheckpointError(
+            f"{flag} {target} cannot be written: {error}. Name a folder on another disk."
+        ) from error
+    with lock:
+        _lock(lock.fileno(), target, flag)
+        _empty(partial)
+        _check_space(target, needed_bytes, flag)
+        try:
+            yield partial
+            _flush(partial)
+            _refuse_existing(target, flag)  # one that came meanwhile
+            (partial / _LOCK).unlink()
+            partial.rename(target)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if (failure := _failure_of_a_file(error)) is None:
+                raise
+            raise CheckpointError(
+                f"{flag} {target} could not be written to its end, and nothing of it is left: "
+                f"{failure}. {_way_out(failure)}"
+            ) from error
+    _sync_folder(target.parent)
+
+
+def _failure_of_a_file(error: BaseException) -> OSError | None:
+    """Return the failure of a disk that an exception is, or was raised for.
+
+    torch writes tensors through a stream; where that fails, it reports a position that it did not
+    expect, and the failure itself is what happened before.
+    """
+    if isinstance(error, CheckpointError):  # says it all
+        return None
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, OSError):
+            return each
+        each = each.__cause__ or each.__context__
+    return None
+
+
+def _way_out(failure: OSError) -> str:
+    if failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free some space or raise the limit, or name a folder on another disk."
+    return "Look after that file or its disk, or name a folder on another one."
+
+
+def _refuse_existing(target: Path, flag: str) -> None:
+    if os.path.lexists(target):
+        raise CheckpointError(
+            f"{flag} {target} already exists, and nothing is overwritten. Name a new folder, or "
+            "move that one away."
+        )
+
+
+def _lock(descriptor: int, target: Path, flag: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"Another process is writing {flag} {target}. Wait for it, or name another folder."
+        ) from None
+
+
+def _empty(partial: Path) -> None:
+    """Remove what an interrupted conversion left."""
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _LOCK:
+            path.unlink()
+
+
+def _check_space(target: Path, needed_bytes: int, flag: str) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed_bytes + _RESERVE:
+        shutil.rmtree(target.parent / f".{target.name}.partial", ignore_errors=True)
+        raise CheckpointError(
+            f"{flag} {target} needs {size_text(needed_bytes + _RESERVE)}, but its disk has "
+            f"{size_text(free)} free. Free some space, or name a folder on another disk."
+        )
+
+
+def _flush(folder: Path) -> None:
+    """Bring files and names to the disk: after a crash the target is whole or absent."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as stream:
+                os.fsync(stream.fileno())
+        _sync_folder(Path(root))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

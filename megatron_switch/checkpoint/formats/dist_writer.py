@@ -1,0 +1,203 @@
+"""Write a ``torch_dist`` checkpoint chunk by chunk, without a model.
+
+torch's own writer keeps every tensor of a file in memory until the file ends; this one keeps none.
+Each chunk is made when its turn comes, saved behind the one before, and forgotten. What is written
+is what Megatron writes: data files, the common state as one object, ``.metadata``, and
+``metadata.json`` last.
+
+A chunk is made by a function, because a plan of all chunks is checked before any tensor is read:
+together the chunks of a key must tile its shape.
+"""
+
+import json
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from threading import Event
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_switch.checkpoint.formats.dist_metadata import COMMON_STATE_KEY
+from megatron_switch.checkpoint.formats.tensor_source import Box
+
+_FILE_BYTES = 4 * 2**30
+"""A data file is closed when it has this many; whole chunks only."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor of the new checkpoint, and how to make it."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    box: Box
+    make: Callable[[], Tensor] = field(compare=False, repr=False)
+    rank: int = 0
+    """Which rank's file it goes to, where ranks matter."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.box.numel * self.dtype.itemsize
+
+
+def write_dist_checkpoint(
+    folder: Path,
+    chunks: Sequence[Chunk],
+    objects: Mapping[str, bytes],
+    common_state: Mapping[str, Any],
+    *,
+    workers: int = 1,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Write one iteration's folder.
+
+    Args:
+        folder: Folder to fill; it must exist and be empty.
+        chunks: Every box of every tensor.
+        objects: Entries that are no tensors, as ``torch.save`` wrote them.
+        common_state: What is equal on all ranks.
+        workers: Threads that each make and write chunks; memory grows with their number.
+        on_bytes: Called with the size of each chunk that was written.
+    """
+    _check_tiling(chunks)
+    index = Metadata(state_dict_metadata=_tensor_entries(chunks), storage_data={})
+    index.storage_meta = StorageMeta()
+    entries = {**objects, COMMON_STATE_KEY: saved([dict(common_state)])}
+    stop = Event()
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        parts = [
+            pool.submit(_write_file, folder, name, some, on_bytes, stop)
+            for name, some in _files(chunks, workers)
+        ]
+        try:
+            done, _ = wait(parts, return_when=FIRST_EXCEPTION)
+            for part in done:
+                index.storage_data.update(part.result())
+        except BaseException:  # the others end with the chunk at hand, not with their file
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    index.storage_data.update(_write_objects(folder, entries))
+    index.state_dict_metadata.update({key: BytesStorageMetadata() for key in entries})
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    description = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(description), encoding="utf-8")
+
+
+def saved(value: Any) -> bytes:
+    """Return a value as ``torch.save`` stores it."""
+    stream = BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+NOTHING = saved([None])
+"""What a layer without extra state has in a checkpoint."""
+
+
+def _check_tiling(chunks: Iterable[Chunk]) -> None:
+    sizes: dict[str, int] = {}
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    shapes = {}
+    for chunk in chunks:
+        assert (chunk.key, chunk.box.offsets) not in seen, f"{chunk.key} is written twice"
+        seen.add((chunk.key, chunk.box.offsets))
+        sizes[chunk.key] = sizes.get(chunk.key, 0) + chunk.box.numel
+        shapes[chunk.key] = chunk.shape
+    for key, size in sizes.items():
+        assert size == Box.whole(shapes[key]).numel, f"{key} is not written whole"
+
+
+def _tensor_entries(chunks: Iterable[Chunk]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for chunk in chunks:
+        if chunk.key not in entries:
+            entries[chunk.key] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=chunk.dtype),
+                size=torch.Size(chunk.shape),
+                chunks=[],
+            )
+        place = ChunkStorageMetadata(
+            offsets=torch.Size(chunk.box.offsets), sizes=torch.Size(chunk.box.sizes)
+        )
+        entries[chunk.key].chunks.append(place)
+    return entries
+
+
+def _files(chunks: Sequence[Chunk], workers: int) -> list[tuple[str, list[Chunk]]]:
+    """Share chunks out to files: by rank, and by size within a rank."""
+    per_worker = -(-sum(chunk.nbytes for chunk in chunks) // workers)
+    limit = min(_FILE_BYTES, max(per_worker, 1))
+    files: list[tuple[str, list[Chunk]]] = []
+    for rank in sorted({chunk.rank for chunk in chunks}):
+        number, size = 0, limit  # so that the first chunk opens a file
+        for chunk in chunks:
+            if chunk.rank != rank:
+                continue
+            if size >= limit:
+                files.append((f"__{rank}_{number}.distcp", []))
+                number, size = number + 1, 0
+            files[-1][1].append(chunk)
+            size += chunk.nbytes
+    return files
+
+
+def _write_file(
+    folder: Path,
+    name: str,
+    chunks: Iterable[Chunk],
+    on_bytes: Callable[[int], None],
+    stop: Event,
+) -> dict[MetadataIndex, _StorageInfo]:
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with (folder / name).open("wb") as stream:
+        for chunk in chunks:
+            if stop.is_set():
+                break
+            tensor = chunk.make().to(chunk.dtype)
+            assert tuple(tensor.shape) == chunk.box.sizes, f"{chunk.key}: {tuple(tensor.shape)}"
+            index = MetadataIndex(chunk.key, torch.Size(chunk.box.offsets))
+            places[index] = _append(stream, name, _own_storage(tensor))
+            del tensor
+            on_bytes(chunk.nbytes)
+    return places
+
+
+def _append(stream: BinaryIO, name: str, tensor: Tensor) -> _StorageInfo:
+    offset = stream.tell()
+    torch.save(tensor, stream)
+    return _StorageInfo(name, offset, stream.tell() - offset)
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor whose storage is its own: ``torch.save`` writes the storage."""
+    tensor = tensor.detach().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _write_objects(folder: Path, entries: Mapping[str, bytes]) -> dict[MetadataIndex, _StorageInfo]:
+    name = "__0_objects.distcp"
+    places = {}
+    with (folder / name).open("wb") as stream:
+        for key, content in entries.items():
+            places[MetadataIndex(key)] = _StorageInfo(name, stream.tell(), len(content))
+            stream.write(content)
+    return places

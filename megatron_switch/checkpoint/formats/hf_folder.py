@@ -1,0 +1,247 @@
+"""Folders in Hugging Face's format: configuration, weights in one file or many, tokenizer.
+
+Weights come from safetensors files or, for older models, from ``pytorch_model*.bin``, which torch
+reads with ``weights_only``: no file of others' is ever unpickled. Only safetensors are written.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_switch.checkpoint.formats.safetensors_file import (
+    Group,
+    SafetensorsFile,
+    write_safetensors,
+)
+from megatron_switch.checkpoint.formats.tensor_source import Box, TensorInfo, listing
+from megatron_switch.errors import CheckpointError
+
+CONFIG = "config.json"
+_SAFETENSORS = "model.safetensors"
+_BIN = "pytorch_model.bin"
+_INDEX = ".index.json"
+SHARD_BYTES = 5 * 10**9
+"""Least bytes after which the next file is begun, as Hugging Face has it."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "spiece.model",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+)
+
+
+class HuggingFaceSource:
+    """The tensors of a folder, whatever files hold them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read headers and the index.
+
+        Raises:
+            CheckpointError: Files are missing or damaged, or disagree with the index.
+        """
+        if not folder.is_dir():
+            raise CheckpointError(f"--hf {folder} is no folder.")
+        self.folder = folder
+        self._files: dict[Path, SafetensorsFile | _BinFile] = {}
+        self._file_of: dict[str, Path] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        index = self._index()
+        for path in self._paths(index):
+            self._add(path)
+        if index is not None:
+            self._check_index(*index)
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """Return a tensor, or a box of it; see :class:`TensorSource`."""
+        return self._files[self._file_of[key]].read(key, box)
+
+    def _index(self) -> tuple[Path, dict[str, str]] | None:
+        for name in (_SAFETENSORS, _BIN):
+            path = self.folder / (name + _INDEX)
+            if path.exists() and not (self.folder / name).exists():
+                entries = read_json(path).get("weight_map")
+                if not isinstance(entries, dict) or not entries:
+                    raise CheckpointError(f"{path} has no weight_map, which names each file.")
+                return path, {str(key): str(value) for key, value in entries.items()}
+        return None
+
+    def _paths(self, index: tuple[Path, dict[str, str]] | None) -> list[Path]:
+        if index is not None:
+            path, entries = index
+            names = sorted(set(entries.values()))
+            outside = [name for name in names if PurePosixPath(name).name != name]
+            if outside:
+                raise CheckpointError(f"{path} points outside of its folder: {outside[0]}.")
+            absent = [name for name in names if not (self.folder / name).is_file()]
+            if absent:
+                raise CheckpointError(
+                    f"{path} names {len(names)} files, of which {len(absent)} are missing: "
+                    f"{listing(absent)}. Download or copy them again."
+                )
+            return [self.folder / name for name in names]
+        for name in (_SAFETENSORS, _BIN):
+            if (self.folder / name).is_file():
+                return [self.folder / name]
+        raise CheckpointError(
+            f"{self.folder} holds no weights: neither {_SAFETENSORS}, {_BIN}, nor an index of "
+            "several such files. Name the folder that save_pretrained wrote."
+        )
+
+    def _add(self, path: Path) -> None:
+        file = SafetensorsFile(path) if path.suffix == ".safetensors" else _BinFile(path)
+        self._files[path] = file
+        for key, info in file.tensors.items():
+            if key in self.tensors:
+                raise CheckpointError(f"{key} stands in {self.tensors[key].file} and in {path}.")
+            self.tensors[key] = info
+            self._file_of[key] = path
+
+    def _check_index(self, path: Path, entries: Mapping[str, str]) -> None:
+        wrong = [
+            f"{key} in {name}"
+            for key, name in entries.items()
+            if key not in self.tensors or self._file_of[key].name != name
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{path} names tensors that are not in those files: {listing(wrong)}. "
+                "Take the index that belongs to the files."
+            )
+        extra = self.tensors.keys() - entries.keys()
+        if extra:
+            raise CheckpointError(
+                f"{path} does not name tensors that its files hold: {listing(extra)}. "
+                "Take the index that belongs to the files."
+            )
+
+
+class _BinFile:
+    """A file that torch wrote: mapped into memory where its format allows it, never executed."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
+            values = _load_old(path)
+        except Exception as error:
+            raise _unsafe(path, error) from error
+        if not isinstance(values, dict) or not all(
+            isinstance(name, str) and _is_plain(value) for name, value in values.items()
+        ):
+            raise CheckpointError(
+                f"{path} is expected to hold dense tensors by name, and nothing else."
+            )
+        self._values: dict[str, Tensor] = values
+        self.tensors = {
+            key: TensorInfo(tuple(value.shape), value.dtype, path) for key, value in values.items()
+        }
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        value = self._values[key]
+        if box is not None:
+            value = value[box.slices_in(Box.whole(value.shape))]
+        return value.clone(memory_format=torch.contiguous_format)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether something is a tensor with a number for each of its elements."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
+
+
+def _load_old(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _unsafe(path, error) from error
+
+
+def _unsafe(path: Path, error: Exception) -> CheckpointError:
+    # torch advises to let the file execute what it wants; only what it found is told.
+    found = re.search(r"Unsupported [^\n.]+|GLOBAL \S+", str(error))
+    reason = found[0] if found else (str(error).splitlines() or [type(error).__name__])[0]
+    return CheckpointError(
+        f"{path} cannot be read as plain tensors ({reason}). Nothing in it was executed. Copy it "
+        "again if it is damaged; if it holds more than tensors and you know who wrote it, save it "
+        "as safetensors first."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object from a file.
+
+    Raises:
+        CheckpointError: The file is missing or holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is expected to hold a JSON object, not {value!r:.40}.")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object as ``save_pretrained`` does."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_weights(
+    folder: Path,
+    groups: Sequence[Group],
+    *,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write weights as one safetensors file or, where they are many, several and an index."""
+    shards: list[list[Group]] = [[]]
+    size = 0
+    for group in groups:
+        if size and size + group.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(group)
+        size += group.nbytes
+    if len(shards) == 1:
+        write_safetensors(folder / _SAFETENSORS, groups, on_bytes)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / name, shard, on_bytes)
+        weight_map.update({key: name for group in shard for key in group.names})
+    total = sum(group.nbytes for group in groups)
+    write_json(
+        folder / (_SAFETENSORS + _INDEX),
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+
+
+def copy_tokenizer(source: Path, target: Path) -> tuple[str, ...]:
+    """Copy the files of a tokenizer from one folder to another; return their names."""
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if names:
+        target.mkdir(exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return tuple(names)

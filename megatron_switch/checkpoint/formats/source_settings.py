@@ -1,0 +1,88 @@
+"""What a configuration of Hugging Face's says and Megatron's arguments do not.
+
+Megatron has no place for the rows that an embedding had before it was padded (models have more than
+their tokenizers have tokens), for the tokens that begin, end and fill a text, and for how a model
+wants to generate. An import keeps them in a file beside the tokenizer. What is trained on from it
+names that tokenizer in its arguments, so an export finds them again and writes what was read.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_switch.checkpoint.formats.config_fields import ConfigFields
+from megatron_switch.checkpoint.formats.hf_folder import CONFIG, read_json, write_json
+from megatron_switch.checkpoint.formats.tokenizer_files import find_tokenizer
+
+FILE = "hugging_face.json"
+GENERATION = "generation_config.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder inside of a converted checkpoint that holds the tokenizer's files, and this one."""
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """What is written into an export's configuration beside the model itself."""
+
+    vocab_size: int | None = None
+    """Rows of the embedding without padding, where that is known."""
+    token_ids: Mapping[str, Any] = field(default_factory=dict)
+    """Those of :data:`TOKEN_IDS` that are set; None is a value, and means that there is none."""
+    generation: Mapping[str, Any] | None = None
+    """Content of ``generation_config.json``, where the source had one."""
+
+
+NO_SETTINGS = SourceSettings()
+
+
+def keep_settings(hf: Path, folder: Path) -> None:
+    """Write what Megatron has no place for into the folder of the tokenizer.
+
+    Args:
+        hf: Folder in Hugging Face's format.
+        folder: Tokenizer's folder of the checkpoint; made where there is none.
+
+    Raises:
+        CheckpointError: A file of the source cannot be read.
+    """
+    config = read_json(hf / CONFIG)
+    kept: dict[str, Any] = {
+        "vocab_size": config["vocab_size"],
+        "token_ids": {name: config[name] for name in TOKEN_IDS if name in config},
+    }
+    if (hf / GENERATION).is_file():
+        kept["generation_config"] = read_json(hf / GENERATION)
+    folder.mkdir(exist_ok=True)
+    write_json(folder / FILE, kept)
+
+
+def kept_settings(args: Namespace, where: Path) -> SourceSettings:
+    """Return what an import kept, or nothing for a model that was not imported.
+
+    Args:
+        args: Arguments stored in the checkpoint; its tokenizer's place is read.
+        where: The checkpoint's folder.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    folder: Path | None = where / TOKENIZER_FOLDER
+    if args.tokenizer_model:
+        place = find_tokenizer(Path(args.tokenizer_model), where)
+        folder = place.parent if place is not None and place.is_file() else place
+    if folder is None or not (folder / FILE).is_file():
+        return NO_SETTINGS
+    kept = read_json(folder / FILE)
+    fields = ConfigFields(kept, str(folder / FILE), "Hugging Face")
+    for name in ("token_ids", "generation_config"):
+        fields.inner(name)
+    rows = fields.integer("vocab_size")
+    return SourceSettings(
+        vocab_size=rows if rows <= args.padded_vocab_size else None,
+        token_ids=kept.get("token_ids") or {},
+        generation=kept.get("generation_config"),
+    )

@@ -1,0 +1,223 @@
+"""Find the checkpoint that a run can really continue from.
+
+Megatron writes checkpoints in place and keeps the newest iteration in a tracker file,
+``latest_checkpointed_iteration.txt``. A job killed at the wrong moment leaves an iteration
+without all its files, or an empty tracker; upstream then fails deep inside torch, ends
+with exit code 0, or silently trains from random weights.
+
+:func:`find_checkpoint` decides before anything is built. It returns an iteration whose
+files are all there, with a message whenever that is not the one the tracker names, and
+raises :class:`CheckpointError` when there is none, saying what was found instead. It never
+changes a file; :func:`write_tracker` makes a tracker say what was found, so that all ranks
+and Megatron's own loader agree.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_switch.checkpoint.formats.dist_metadata import find_defect, foreign_format
+from megatron_switch.errors import CheckpointError
+from megatron_switch.utils.atomic_file import renamed_into_place
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # weights without an iteration: converted, or published
+CHECKPOINTS = "checkpoints"  # the folder of them in that of a run
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        folder: Folder of the iteration, such as ``checkpoints/iter_0000500``.
+        iteration: Its iteration; 0 for a release, as in Megatron.
+        message: What the user should know, or None when the tracker names this iteration.
+    """
+
+    folder: Path
+    iteration: int
+    message: str | None = None
+
+    @property
+    def is_release(self) -> bool:
+        """Whether this is a checkpoint of weights only, without an iteration."""
+        return self.folder.name == RELEASE
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who wants a checkpoint, in the words of messages: a run, or a command that only reads."""
+
+    folder_flag: str = "--load"
+    iteration_flag: str = "--ckpt-step"
+    can_start_anew: bool = True
+    is_own_folder: bool = False
+
+    def correct(self) -> str:
+        """Return the way out of a folder that holds no checkpoint."""
+        if self.is_own_folder:
+            return "Delete what is in it to start from new weights."
+        if not self.can_start_anew:
+            return f"Give another folder to {self.folder_flag}."
+        return f"Correct {self.folder_flag}, or leave it out to start from new weights."
+
+
+RUN = Asker()
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` holds anything that looks like a checkpoint, complete or not.
+
+    False for a folder that does not exist, and for one that a first run has just created:
+    the two cases in which a job that always passes ``--load`` starts from new weights.
+    """
+    return (folder / TRACKER).exists() or bool(_iterations(folder)) or _foreign(folder) is not None
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Return the folder with the tracker file: ``folder``, or the one inside of a run's folder.
+
+    Args:
+        folder: What a user names.
+    """
+    inside = folder / CHECKPOINTS
+    return inside if inside.is_dir() and not has_checkpoint(folder) else folder
+
+
+def find_checkpoint(
+    folder: Path, *, iteration: int | None = None, asker: Asker = RUN
+) -> FoundCheckpoint:
+    """Return the checkpoint of ``folder`` that a run can continue from.
+
+    Args:
+        folder: What ``--load`` names: the folder with the tracker file.
+        iteration: What ``--ckpt-step`` names. Given, it is this iteration or an error.
+        asker: Whose flags messages name.
+
+    Raises:
+        CheckpointError: The folder does not exist, holds no checkpoint, only incomplete ones,
+            or one in a format that this program cannot load.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"The checkpoint folder {folder} does not exist. {asker.correct()}")
+    if iteration is not None:
+        return _required(folder, iteration, asker.iteration_flag)
+    named, trouble = _read_tracker(folder / TRACKER)
+    if named is not None:
+        defect = find_defect(folder / named)
+        if defect is None:
+            return _found(folder / named)
+        trouble = f"{folder / TRACKER} names {named}, which is not complete: {defect}"
+    return _newest_complete(folder, trouble, tried=named, asker=asker)
+
+
+def write_tracker(folder: Path, found: FoundCheckpoint) -> None:
+    """Make the tracker of ``folder`` name ``found``. One rank calls this, before the others read.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    content = RELEASE if found.is_release else str(found.iteration)
+    try:
+        with renamed_into_place(folder / TRACKER) as stream:
+            stream.write(content)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / TRACKER} does not name the newest complete checkpoint, "
+            f"{found.folder.name}, and cannot be written ({error}). Write {content!r} into that "
+            "file, or load a copy of the folder with --load."
+        ) from error
+
+
+def _required(folder: Path, iteration: int, flag: str) -> FoundCheckpoint:
+    target = folder / f"iter_{iteration:07d}"
+    if not target.is_dir():
+        complete = [name for name in _iterations(folder) if find_defect(folder / name) is None]
+        raise CheckpointError(
+            f"{flag} {iteration} asks for {target}, which does not exist. Complete "
+            f"checkpoints in {folder}: {', '.join(complete) or 'none'}."
+        )
+    defect = find_defect(target)
+    if defect is not None:
+        raise CheckpointError(
+            f"{flag} {iteration} asks for {target}, which is not complete: {defect} "
+            f"Choose another iteration, or leave {flag} out to take the newest complete one."
+        )
+    return FoundCheckpoint(target, iteration)
+
+
+def _read_tracker(path: Path) -> tuple[str | None, str]:
+    """Return the folder that a tracker names, or None and what is wrong with it."""
+    try:
+        content = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None, f"{path} is missing."
+    if content == RELEASE:
+        return RELEASE, ""
+    if content.isdecimal():
+        return f"iter_{int(content):07d}", ""
+    if not content:
+        return None, f"{path} is empty."
+    return None, f"{path} holds {content[:40]!r}, which is neither an iteration nor 'release'."
+
+
+def _newest_complete(
+    folder: Path, trouble: str, *, tried: str | None, asker: Asker
+) -> FoundCheckpoint:
+    """Return the newest complete checkpoint, or say what was found instead."""
+    defects = {}
+    for name in _iterations(folder):
+        defect = find_defect(folder / name)
+        if defect is None:
+            message = f"{trouble} Continuing from {name}, the newest complete one."
+            return _found(folder / name, message)
+        defects[name] = defect
+    if (folder / "metadata.json").exists():
+        raise CheckpointError(
+            f"{asker.folder_flag} names the folder of one iteration, {folder}. Give it the folder "
+            f"above, {folder.parent}, and the iteration to {asker.iteration_flag} if it is not the "
+            "newest one."
+        )
+    foreign = _foreign(folder)
+    if foreign is not None:
+        raise CheckpointError(
+            f"{folder} holds a checkpoint in {foreign}, but only Megatron's torch_dist format can "
+            f"be loaded. Convert it with the program that wrote it, or correct {asker.folder_flag}."
+        )
+    if not defects and tried is None:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint: {trouble} There is no iter_* folder either. "
+            f"{asker.correct()}"
+        )
+    listing = "".join(f"\n  {name}: {defect}" for name, defect in list(defects.items())[:5])
+    raise CheckpointError(
+        f"{folder} holds no complete checkpoint. {trouble}{listing}\n"
+        "The run that saved them probably ended while saving, or a file was lost in a copy. "
+        f"{asker.correct()}"
+    )
+
+
+def _iterations(folder: Path) -> list[str]:
+    """Names of the folders that may hold a checkpoint, newest first, a release last."""
+    numbered = [path.name for path in folder.glob("iter_*") if path.name[5:].isdecimal()]
+    numbered.sort(key=lambda name: int(name[5:]), reverse=True)
+    return numbered + ([RELEASE] if (folder / RELEASE).is_dir() else [])
+
+
+def _foreign(folder: Path) -> str | None:
+    """Name the format of the checkpoint in ``folder`` where it is recognisably another one."""
+    if any(folder.glob("global_step*")):
+        return "DeepSpeed's format (global_step* folders)"
+    if any(folder.glob("mp_rank_*")):
+        return "Megatron's legacy format (mp_rank_* folders, --ckpt-format torch)"
+    if (folder / "config.json").exists() and any(
+        path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)
+    ):
+        return "Hugging Face's format (config.json and weight files)"
+    formats = (foreign_format(folder / name) for name in _iterations(folder))
+    return next((found for found in formats if found is not None), None)
+
+
+def _found(folder: Path, message: str | None = None) -> FoundCheckpoint:
+    iteration = 0 if folder.name == RELEASE else int(folder.name[5:])
+    return FoundCheckpoint(folder, iteration, message)

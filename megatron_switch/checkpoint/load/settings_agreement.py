@@ -1,0 +1,382 @@
+"""Compare what a checkpoint was trained with and what this run was asked for.
+
+Megatron stores its whole argument namespace in a checkpoint and compares three of the
+values on load. The rest either fails later with a shape or an assertion, or goes on
+silently with a model that means something else. Here every difference that matters is an
+error that lists flag, stored value and current value:
+
+* another model: sizes, experts, normalisation, positions, vocabulary;
+* other Switch semantics: capacity, drop order, losses, jitter, unless overridden;
+* another schedule, unless Megatron is told which of the two to take;
+* optimizer state that this run's optimizer cannot read in this layout.
+
+Layout, precision of the run, logging, data and intervals are free to change.
+
+Pure functions of values: the caller reads the stored common state
+(:func:`megatron_switch.checkpoint.formats.dist_metadata.read_common_state`) and passes Megatron's
+argument namespace *after* ``validate_args`` has filled in what follows from other flags.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_switch.checkpoint.load.lr_agreement import check_schedule
+from megatron_switch.config import FLAG_PREFIX, SwitchConfig, flag_name
+from megatron_switch.errors import CheckpointError
+
+FREE_SETTINGS = frozenset(
+    {
+        "device",
+        "dispatch",
+        "metrics_file",
+        "metrics_interval",
+        "nonfinite",
+        "model",  # stands for other flags, which are compared
+        "overlap_chunks",
+        "override_checkpoint",
+        "recipe",  # likewise
+        "run_dir",
+        "span_density",  # the data's
+        "span_length",
+    }
+)
+"""Fields of :class:`SwitchConfig` that may differ: they change where or how fast, not what."""
+
+_MODEL_SETTINGS = frozenset({"activation", "arch", "decoder_layer_freq"})
+"""Fields that say which model it is, with or without experts."""
+
+_SHAPES = (
+    "num_layers",
+    "decoder_num_layers",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "padded_vocab_size",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "squared_relu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "apply_layernorm_1p",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+)
+_EXPERT_SHAPES = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+)
+_SEMANTICS = (
+    "moe_expert_capacity_factor",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_router_pre_softmax",
+)
+"""Megatron's flags that carry Switch semantics; compared like the ``--switch-*`` ones."""
+
+_OPTIMIZER_SETTINGS = ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+"""Flags that a loaded optimizer state overrules without a word."""
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting that a checkpoint and this run disagree about."""
+
+    flag: str
+    stored: Any
+    current: Any
+
+    def __str__(self) -> str:
+        """Return one line for a message."""
+        return f"{self.flag}: {self.stored} in the checkpoint, {self.current} now"
+
+
+def check_resume(
+    common_state: Mapping[str, Any], args: Namespace, *, is_release: bool = False
+) -> tuple[str, ...]:
+    """Raise unless a run with ``args`` can continue from a checkpoint.
+
+    Args:
+        common_state: What ``read_common_state`` returned.
+        args: Megatron's validated arguments of this run, ``--switch-*`` ones included.
+        is_release: The checkpoint holds weights only; nothing but the model is compared.
+
+    Returns:
+        What the user should know although the run can go on, one message per element.
+
+    Raises:
+        CheckpointError: They do not fit; the message lists every difference.
+    """
+    stored = common_state.get("args")
+    if stored is None:
+        return (
+            "The checkpoint stores no arguments, so its model, schedule and Switch settings "
+            "could not be compared with this run's.",
+        )
+    check_model(stored, args)
+    messages = [*check_switch_settings(stored, args), *_batch_notes(stored, args)]
+    if not (is_release or args.finetune or args.no_load_optim or _of(stored, "no_save_optim")):
+        check_optimizer_state(common_state, args)
+        check_schedule(common_state.get("opt_param_scheduler"), stored, args)
+    return tuple(messages)
+
+
+def check_model(stored: Namespace, args: Namespace) -> None:
+    """Raise when the stored arguments describe another model than the current ones.
+
+    Raises:
+        CheckpointError: With one line for each setting that differs.
+    """
+    names: Iterable[str] = _SHAPES
+    if args.num_experts or _of(stored, "num_experts"):
+        names = (*_SHAPES, *_EXPERT_SHAPES)
+    if _of(args, "position_embedding_type") == "learned_absolute":
+        names = (*names, "max_position_embeddings")
+    if _of(args, "padded_vocab_size") is None:  # before the tokenizer is built
+        names = [name for name in names if name != "padded_vocab_size"]
+    differences = _differences(names, stored, args)
+    derived = (
+        Difference("--switch-arch", _of(stored, "switch_arch", "gpt"), args.switch_arch),
+        Difference("--switch-activation", *map(_activation, (stored, args))),
+        Difference(
+            "--switch-decoder-layer-freq",
+            _of(stored, "switch_decoder_layer_freq"),
+            args.switch_decoder_layer_freq,
+        ),
+        Difference("--num-experts", _of(stored, "num_experts") or None, args.num_experts or None),
+        Difference("--moe-layer-freq", sparse_layers(stored), sparse_layers(args)),
+        Difference("--num-query-groups", *_query_groups(stored, args)),
+    )
+    differences += [each for each in derived if each.stored != each.current]
+    if differences:
+        raise CheckpointError(
+            f"The checkpoint is of another model:{_lines(differences)}\n"
+            "Give these flags the checkpoint's values (--use-checkpoint-args takes most of them "
+            "from it), or load another checkpoint with --load."
+        )
+
+
+def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]:
+    """Compare everything that decides which tokens an expert computes, and with what losses.
+
+    A setting that the checkpoint does not have is no difference: stock Megatron writes none
+    of ours, and an older release of this program fewer. They are named in one message, with
+    the current values. For a stock checkpoint, Megatron's own flags that carry Switch
+    semantics are named there too instead of being an error.
+
+    Returns:
+        Messages, empty when every setting is stored and equal.
+
+    Raises:
+        CheckpointError: A stored setting differs and ``--switch-override-checkpoint`` is off.
+    """
+    if not args.num_experts:
+        return ()
+    apart = FREE_SETTINGS | _MODEL_SETTINGS
+    names = [field.name for field in fields(SwitchConfig) if field.name not in apart]
+    missing = [name for name in names if not hasattr(stored, FLAG_PREFIX + name)]
+    differences = _differences(
+        (FLAG_PREFIX + name for name in names if name not in missing), stored, args
+    )
+    megatron = _differences(_SEMANTICS, stored, args)
+    is_stock = _is_stock(stored)
+    if not is_stock:
+        differences += megatron
+    if differences and not args.switch_override_checkpoint:
+        raise CheckpointError(
+            f"Switch settings differ from the checkpoint's:{_lines(differences)}\n"
+            "Give these flags the checkpoint's values, or pass --switch-override-checkpoint to "
+            "continue with the new ones."
+        )
+    messages = []
+    if differences:
+        messages.append(
+            "Continuing with Switch settings other than the checkpoint's:" + _lines(differences)
+        )
+    if missing:
+        listing = ", ".join(
+            f"{flag_name(name)} {getattr(args, FLAG_PREFIX + name)}" for name in missing
+        )
+        author = "stock Megatron" if is_stock else "an older release"
+        messages.append(
+            f"The checkpoint was written by {author} and does not say what it was trained with. "
+            f"This run uses: {listing}." + (_lines(megatron) if is_stock else "")
+        )
+    return tuple(messages)
+
+
+def _batch_notes(stored: Namespace, args: Namespace) -> list[str]:
+    """Say that another micro-batch is another capacity group, where it is one."""
+    sizes = _differences(["micro_batch_size"], stored, args)
+    counted = args.num_experts and _of(args, "switch_capacity_group") == "microbatch"
+    if not (sizes and counted):
+        return []
+    return [
+        f"Capacity is counted over each micro-batch, and its size has changed:{_lines(sizes)}\n"
+        "Other tokens are dropped than before."
+    ]
+
+
+def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> None:
+    """Raise when this run's optimizer cannot read the stored optimizer state.
+
+    The distributed optimizer and the plain one keep different records, and so does the plain
+    one in full and in mixed precision. State in ``dp_reshardable`` form lies in the order of
+    one layout's gradient buckets; only the data-parallel size may change.
+
+    Raises:
+        CheckpointError: Naming the flag that makes the state readable.
+    """
+    stored = common_state["args"]
+    way_out = "or pass --no-load-optim to start the optimizer anew."
+    settings = _differences(_OPTIMIZER_SETTINGS, stored, args)
+    if settings:
+        raise CheckpointError(
+            f"The optimizer goes on with the settings it was saved with, and these flags ask for "
+            f"others:{_lines(settings)}\nGive them the checkpoint's values, {way_out}"
+        )
+    if bool(_of(stored, "use_distributed_optimizer")) != bool(args.use_distributed_optimizer):
+        was = "with" if _of(stored, "use_distributed_optimizer") else "without"
+        raise CheckpointError(
+            f"The checkpoint was saved {was} --use-distributed-optimizer, and its optimizer state "
+            f"can only be loaded that way. Set the flag as it was, {way_out}"
+        )
+    old, new = _precision(stored), _precision(args)
+    if old != new and "fp32" in (old, new) and not args.use_distributed_optimizer:
+        raise CheckpointError(
+            f"The optimizer state was saved in {old} and this run is in {new}. Only "
+            "--use-distributed-optimizer keeps state that can be loaded in either. Set the "
+            f"precision as it was, {way_out}"
+        )
+    form = (common_state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if form == "dp_reshardable":
+        _check_bucket_order(stored, args, way_out)
+
+
+def _check_bucket_order(stored: Namespace, args: Namespace, way_out: str) -> None:
+    """Raise unless this run has the very buffers of which the state is an image.
+
+    Megatron compares their sizes only. Experts that are stored in another order have the
+    same size, and would exchange their moments without a word.
+    """
+    intro = (
+        "The optimizer state is stored in dp_reshardable form, in the order of the buffers of the "
+        "run that saved it"
+    )
+    if args.num_experts and _is_stock(stored):
+        raise CheckpointError(
+            f"{intro}, and the experts of stock Megatron have another order than this program's. "
+            "Let stock Megatron load the checkpoint and save it with "
+            f"--dist-ckpt-optim-fully-reshardable, {way_out}"
+        )
+    layout = _differences(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "transformer_impl",
+        ),
+        stored,
+        args,
+    )
+    if layout:
+        raise CheckpointError(
+            f"{intro}, and they have changed:{_lines(layout)}\n"
+            "Resume in the old layout, save with --dist-ckpt-optim-fully-reshardable, and change "
+            f"the layout then, {way_out}"
+        )
+
+
+def _is_stock(stored: Namespace) -> bool:
+    """Whether a checkpoint holds no setting of this program."""
+    return not any(hasattr(stored, FLAG_PREFIX + field.name) for field in fields(SwitchConfig))
+
+
+def _differences(names: Iterable[str], stored: Namespace, args: Namespace) -> list[Difference]:
+    """Compare attributes; one that either side lacks is not compared."""
+    return [
+        Difference(_flag(name), getattr(stored, name), getattr(args, name))
+        for name in names
+        if _of(stored, name, _ABSENT) is not _ABSENT
+        and _of(args, name, _ABSENT) is not _ABSENT
+        and _plain(getattr(stored, name)) != _plain(getattr(args, name))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting in a form in which equal ones compare equal."""
+    if value is None:
+        return 0  # an unset coefficient, capacity or size
+    if isinstance(value, (list, tuple)):
+        value = list(value)
+        return value[0] if len(value) == 1 else value
+    return value
+
+
+def _of(namespace: Namespace, name: str, default: Any = None) -> Any:
+    return getattr(namespace, name, default)
+
+
+def _flag(name: str) -> str:
+    if name == "add_bias_linear":  # the one flag that says the opposite of its attribute
+        return "add_bias_linear (off with --disable-bias-linear)"
+    return "--" + name.replace("_", "-")
+
+
+def _activation(namespace: Namespace) -> str | None:
+    """Return the nonlinearity of a t5, where ``auto`` is ReLU; that of a gpt has other flags."""
+    if _of(namespace, "switch_arch", "gpt") != "t5":
+        return None
+    chosen = _of(namespace, "switch_activation")
+    return "relu" if chosen == "auto" else chosen
+
+
+def _query_groups(*namespaces: Namespace) -> list[int | None]:
+    """Return the key-value heads of each, where any has fewer of them than heads."""
+    if not any(_of(namespace, "group_query_attention") for namespace in namespaces):
+        return [None] * len(namespaces)
+    return [
+        _of(
+            each,
+            "num_query_groups" if _of(each, "group_query_attention") else "num_attention_heads",
+        )
+        for each in namespaces
+    ]
+
+
+def sparse_layers(namespace: Namespace) -> list[int] | None:
+    """Return the layers with experts, counted from 0, however ``--moe-layer-freq`` said it."""
+    if not _of(namespace, "num_experts"):
+        return None
+    pattern = _of(namespace, "moe_layer_freq", 1)
+    if isinstance(pattern, int):
+        return [layer for layer in range(namespace.num_layers) if layer % pattern == 0]
+    return [layer for layer, sparse in enumerate(pattern) if sparse]
+
+
+def _precision(namespace: Namespace) -> str:
+    for name in ("bf16", "fp16"):
+        if _of(namespace, name):
+            return f"--{name}"
+    return "fp32"
+
+
+def _lines(differences: Iterable[Difference]) -> str:
+    return "".join(f"\n  {difference}" for difference in differences)

@@ -1,0 +1,1 @@
+"""Rewriting a checkpoint for another parallel layout, offline, in one process."""

@@ -1,0 +1,299 @@
+"""``megatron-switch convert``: between Hugging Face's format and Megatron's.
+
+convert hf-to-megatron --hf DIR --megatron DIR
+convert megatron-to-hf --megatron DIR --hf DIR
+convert inspect DIR
+convert verify --hf DIR --megatron DIR
+"""
+
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_switch.checkpoint.convert.conversion import (
+    Import,
+    plan_export,
+    plan_import,
+    stored_args,
+    write_export,
+    write_import,
+)
+from megatron_switch.checkpoint.convert.inspection import inspect_folder
+from megatron_switch.checkpoint.convert.verification import plan_comparison
+from megatron_switch.checkpoint.formats.source_settings import (
+    TOKENIZER_FOLDER,
+    SourceSettings,
+    kept_settings,
+)
+from megatron_switch.checkpoint.formats.tensor_source import listing, size_text
+from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags, write_tokenizer
+from megatron_switch.checkpoint.load.files import Asker, checkpoint_folder, find_checkpoint
+from megatron_switch.commands.checkpoints.parsers import convert_parser
+from megatron_switch.data.encoder_decoder import SpecialTokens
+from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_switch.errors import CheckpointError, ConfigError, DataError
+from megatron_switch.models.vocabulary import padded_vocab_size
+from megatron_switch.training.logs.known_warnings import known_warnings_hidden
+from megatron_switch.utils.byte_progress import bytes_progress
+
+_ASKER = Asker("--megatron", "--iteration", can_start_anew=False)
+
+
+@known_warnings_hidden()
+def run(argv: Sequence[str]) -> int:
+    """Convert as the command line says, and return the exit status.
+
+    Args:
+        argv: Words behind the command's name.
+
+    Raises:
+        SwitchError: Something cannot be converted; nothing was written.
+    """
+    own = convert_parser().parse_args(list(argv))
+    actions = {
+        "hf-to-megatron": _import,
+        "megatron-to-hf": _export,
+        "inspect": _inspect,
+        "verify": _verify,
+    }
+    actions[own.action](own)
+    return 0
+
+
+def _import(own: Namespace) -> None:
+    # Megatron's parser takes seconds to import, and only this action needs it.
+    from megatron_switch.commands.checkpoints.written_arguments import written_arguments
+
+    plan = plan_import(own.hf, dtype=own.dtype, multiple=own.vocab_multiple)
+    flags = import_flags(plan, own.megatron)
+    args = written_arguments(flags, padded_vocab_size=plan.model.padded_vocab_size)
+    with bytes_progress("converting", plan.nbytes) as on_bytes:
+        write_import(plan, args, own.megatron, workers=own.workers, on_bytes=on_bytes)
+    rows = len(plan.model.table.rows)
+    padding = plan.model.padded_vocab_size - plan.model.vocab_size
+    print(
+        f"{own.megatron}: {plan.model.model_type}, {rows} tensors, "
+        f"{size_text(plan.nbytes)}, {padding} vocabulary rows of padding."
+    )
+    if left_out := plan.model.table.without_effect(plan.source):
+        print(f"Left out, because nothing depends on them: {listing(left_out)}.")
+    if (trouble := _tokenizer_trouble(plan, args)) is not None:
+        print(
+            f"The tokenizer of {own.hf} was copied, but {trouble} Add --tokenizer-type and "
+            "--tokenizer-model of another one below."
+        )
+    if flags["tokenizer-type"] == "NullTokenizer":
+        print(
+            f"{own.hf} has no tokenizer, so texts are numbers, as in '5 7 9'. For others add "
+            "--tokenizer-type and --tokenizer-model below."
+        )
+    print(f"Train on from it:\n{training_command(flags, own.megatron)}")
+    if flags.get("num-experts"):
+        print(capacity_text(flags))
+
+
+def import_flags(plan: Import, target: Path) -> dict[str, Any]:
+    """Return the flags of a run of an imported model, its precision and tokenizer included.
+
+    Args:
+        plan: The conversion.
+        target: Where the checkpoint will be.
+    """
+    tokenizer = (target / TOKENIZER_FOLDER).resolve()
+    flags = {
+        **plan.model.flags,
+        **tokenizer_flags(plan.folder, tokenizer, plan.model.vocab_size),
+    }
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if plan.precision == dtype:
+            flags[name] = True
+    return flags
+
+
+def _tokenizer_trouble(plan: Import, args: Namespace) -> str | None:
+    """Say why training could not use a source's tokenizer, or None."""
+    there = tokenizer_flags(plan.folder, plan.folder, plan.model.vocab_size)
+    place = there.get("tokenizer-model")
+    try:
+        tokenizer = build_tokenizer(Namespace(**{**vars(args), "tokenizer_model": place}))
+    except (ConfigError, DataError) as error:
+        return f"cannot be used: {error}"
+    rows = plan.model.padded_vocab_size
+    if tokenizer.vocab_size > rows:
+        return f"has {tokenizer.vocab_size} tokens, more than the {rows} rows of the embedding."
+    return None
+
+
+def training_command(flags: dict[str, Any], folder: Path) -> str:
+    """Return the command that trains on from a converted checkpoint, ready to be pasted."""
+    command = [
+        *("megatron-switch", "train", "--load", str(folder), "--use-checkpoint-args"),
+        *("--save", f"{folder}-trained", "--micro-batch-size", "4", "--lr", "1e-4"),
+        *("--train-iters", "1000", "--save-interval", "500", "--data-path", "DATA"),
+    ]
+    for name in _SHOWN:
+        if flags.get(name) is not None:
+            command += [f"--{name}", str(flags[name])]
+    return shlex.join(command)
+
+
+_SHOWN = (
+    "moe-expert-capacity-factor",
+    "switch-capacity",
+    "switch-capacity-group",
+    "switch-eval-capacity-factor",
+)
+"""Which tokens experts drop is stored too; it is shown because the two sides count differently."""
+
+
+def capacity_text(flags: dict[str, Any]) -> str:
+    """Return of what the capacity of an imported model is, and what a larger micro-batch does.
+
+    Args:
+        flags: The model's flags.
+    """
+    slots = flags.get("switch-capacity")
+    by_sequence = flags.get("switch-capacity-group") == "sequence"
+    if slots is not None:
+        of_what = "one sequence" if by_sequence else "one micro-batch, all its sequences together"
+        effect = (
+            "a larger --micro-batch-size drops no more, a longer --seq-length does, and with "
+            "--switch-capacity-group microbatch all sequences would share them"
+            if by_sequence
+            else "a larger --micro-batch-size drops more"
+        )
+        return f"Capacity: an expert takes at most {slots} tokens of {of_what}; {effect}."
+    factor = flags.get("moe-expert-capacity-factor")
+    if factor is not None and float(factor) < 0:
+        return "Capacity: none, so no token is dropped, whatever --micro-batch-size is."
+    of_what = "sequence" if by_sequence else "micro-batch"
+    effect = (
+        "does not depend on --micro-batch-size"
+        if by_sequence
+        else "grows with --micro-batch-size, and a larger one drops fewer"
+    )
+    return (
+        "Capacity: an expert takes at most --moe-expert-capacity-factor times its even share of a "
+        f"{of_what}'s tokens, which {effect}."
+    )
+
+
+def _export(own: Namespace) -> None:
+    found = find_checkpoint(checkpoint_folder(own.megatron), iteration=own.iteration, asker=_ASKER)
+    args = stored_args(found)
+    if own.tokenizer_model:
+        args.tokenizer_model = own.tokenizer_model
+    settings = _settings(args, found.folder.parent, own.vocab_size)
+    plan = plan_export(
+        found,
+        architecture=own.architecture,
+        dtype=own.dtype,
+        vocab_size=own.vocab_size or settings.vocab_size,
+    )
+    notes = list(plan.model.notes)
+
+    def tokenizer(folder: Path) -> None:
+        if not own.no_tokenizer:
+            notes.append(write_tokenizer(args, folder, found.folder.parent))
+
+    with bytes_progress("converting", plan.nbytes) as on_bytes:
+        write_export(plan, own.hf, tokenizer=tokenizer, settings=settings, on_bytes=on_bytes)
+    print(
+        f"{own.hf}: {plan.model.model_type}, {sum(len(g.names) for g in plan.groups)} tensors, "
+        f"{size_text(plan.nbytes)}."
+    )
+    for note in notes:
+        print(note)
+
+
+def _settings(args: Namespace, where: Path, wanted_rows: int | None) -> SourceSettings:
+    """Return the rows of the vocabulary that are no padding, and the tokens with a meaning.
+
+    An imported model has what its source had. A run pads its tokenizer's tokens by a known rule,
+    and takes the tokens with a meaning from the tokenizer.
+    """
+    kept = kept_settings(args, where)
+    try:
+        tokenizer = build_tokenizer(args)
+    except (ConfigError, DataError):  # it was moved; whether that matters is decided elsewhere
+        return kept
+    tokens = tokenizer.vocab_size
+    if wanted_rows and wanted_rows < tokens:
+        raise CheckpointError(
+            f"--vocab-size {wanted_rows} would cut off rows of the tokenizer's {tokens} tokens. "
+            f"Give {tokens} or more, or leave the flag out."
+        )
+    if kept.vocab_size is not None:
+        return kept
+    if args.tokenizer_type == "NullTokenizer":
+        padded = args.padded_vocab_size  # by whatever rule: there is nothing but tokens
+    else:
+        padded = padded_vocab_size(tokens, make_divisible_by=args.make_vocab_size_divisible_by)
+    return SourceSettings(
+        vocab_size=tokens if padded == args.padded_vocab_size else None,
+        token_ids=_token_ids(tokenizer, is_t5=getattr(args, "switch_arch", "gpt") == "t5"),
+    )
+
+
+def _token_ids(tokenizer: Tokenizer, *, is_t5: bool) -> dict[str, int | None]:
+    """Return the ids that training gave a meaning."""
+    special = SpecialTokens.of(tokenizer.built, tokenizer.vocab_size)
+    if is_t5:
+        return {
+            "pad_token_id": special.padding,
+            "eos_token_id": special.end,
+            "decoder_start_token_id": special.padding,
+        }
+    # Documents are told apart by their end alone.
+    has_padding = special.padding != special.end
+    return {
+        "bos_token_id": None,
+        "eos_token_id": special.end,
+        "pad_token_id": special.padding if has_padding else None,
+    }
+
+
+def _inspect(own: Namespace) -> None:
+    found = inspect_folder(checkpoint_folder(own.folder))
+    table = Table(show_header=False, box=None)
+    for name, value in found.facts.items():
+        table.add_row(name, value)
+    Console().print(table)
+    print(found.advice)
+
+
+def _verify(own: Namespace) -> None:
+    found = find_checkpoint(checkpoint_folder(own.megatron), asker=_ASKER)
+    comparison = plan_comparison(own.hf, found)
+    with bytes_progress("comparing", comparison.nbytes) as on_bytes:
+        result = comparison.carry_out(on_bytes=on_bytes)
+    kinds = {
+        "equal values in another type": result.widened,
+        "after rounding": result.rounded,
+    }
+    how = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) or "bit for bit"
+    print(f"Tensors: {result.rows} compared, {size_text(result.nbytes)}, all equal, {how}.")
+    if own.tensors_only:
+        return
+    from megatron_switch.commands.checkpoints.logit_parity import compare_logits
+
+    with redirect_stdout(sys.stderr):
+        parity = compare_logits(own.hf, found.folder.parent)
+    print(
+        f"Logits: {parity.tokens} tokens, largest difference {parity.difference:.1e} where the "
+        f"largest logit is {parity.largest:.3g}."
+    )
+    if not parity.difference <= parity.tolerance:
+        raise CheckpointError(
+            f"The two sides compute different logits: {parity.difference:.3g} apart, and "
+            f"{parity.tolerance:.3g} is expected at most. Tensors are equal, so a setting differs: "
+            f"compare {own.hf / 'config.json'} with the arguments that inspect shows."
+        )

@@ -1,0 +1,123 @@
+"""Compare the logits of the two sides of a conversion, on the same tokens.
+
+Hugging Face's side is computed by ``transformers`` in float32 and evaluation mode, Megatron's by
+:mod:`megatron_switch.training.inference.token_scores`. Tokens are drawn from the vocabulary with a
+fixed seed: the weights decide the function, not the text.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_switch.checkpoint.formats.hf_folder import CONFIG, read_json
+from megatron_switch.errors import CheckpointError
+from megatron_switch.training.inference.token_scores import scores
+
+_BATCH, _SOURCE, _TARGET = 2, 48, 24
+_TOLERANCE = 1e-5
+"""Largest difference, relative to the largest logit where that is above one."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far two models' logits are apart."""
+
+    tokens: int
+    difference: float
+    largest: float
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference that rounding explains."""
+        return _TOLERANCE * max(1.0, self.largest)
+
+
+def compare_logits(hf: Path, megatron: Path) -> Parity:
+    """Return how far the two sides' logits are apart.
+
+    Args:
+        hf: Folder in Hugging Face's format.
+        megatron: Checkpoint folder, with the tracker file.
+
+    Raises:
+        CheckpointError: ``transformers`` is missing, or opens the folder with weights drawn anew.
+    """
+    config = read_json(hf / CONFIG)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(length: int) -> Tensor:
+        size = int(config["vocab_size"])
+        return torch.randint(0, size, (_BATCH, length), generator=generator)
+
+    tokens_BS = draw(min(_SOURCE, int(config.get("max_position_embeddings", _SOURCE))))
+    targets_BS = draw(_TARGET) if config.get("is_encoder_decoder") else None
+    theirs_BSV = their_scores(hf, tokens_BS, targets_BS)
+    ours_BSV = scores(megatron, tokens_BS, targets_BS)[..., : theirs_BSV.size(-1)]
+    return Parity(
+        tokens=theirs_BSV.shape[:2].numel(),
+        difference=float((ours_BSV - theirs_BSV).abs().max()),
+        largest=float(theirs_BSV.abs().max()),
+    )
+
+
+@torch.no_grad()
+def their_scores(hf: Path, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tensor:
+    """Return the scores of a model in Hugging Face's format, float32, shape (B, S, V).
+
+    Args:
+        hf: Its folder.
+        tokens_BS: Tokens, int64; of an encoder-decoder, the encoder's.
+        targets_BS: The decoder's tokens, for an encoder-decoder.
+
+    Raises:
+        CheckpointError: ``transformers`` is missing, or opens the folder with weights drawn anew.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(
+            "Comparing logits needs transformers. Install it with pip install "
+            "'megatron-switch[hf]', or compare tensors only with --tensors-only."
+        ) from error
+    kind: Any = transformers.AutoModelForCausalLM
+    if targets_BS is not None:
+        kind = transformers.AutoModelForSeq2SeqLM
+    try:
+        with _without_bars(transformers.utils.logging):
+            model, report = kind.from_pretrained(
+                hf, dtype=torch.float32, output_loading_info=True, local_files_only=True
+            )
+    except (KeyError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"transformers has no class that opens {hf}: {error}. Compare tensors only, with "
+            "--tensors-only."
+        ) from error
+    anew = sorted(report["missing_keys"])
+    if anew:
+        raise CheckpointError(
+            f"transformers would draw {', '.join(anew[:5])} anew when it opens {hf}: the folder "
+            "is not complete for it, or it has no class for this model (a Switch with gated "
+            "units). Compare tensors only, with --tensors-only."
+        )
+    inputs = {"input_ids": tokens_BS}
+    if targets_BS is not None:
+        inputs["decoder_input_ids"] = targets_BS
+    logits: Tensor = model.eval()(**inputs).logits
+    return logits
+
+
+@contextmanager
+def _without_bars(library: Any) -> Iterator[None]:
+    """Keep ``transformers`` from drawing progress bars over this program's own."""
+    were_on = library.is_progress_bar_enabled()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            library.enable_progress_bar()

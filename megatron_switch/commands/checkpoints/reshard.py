@@ -1,0 +1,89 @@
+"""``megatron-switch reshard``: rewrite a checkpoint for another layout, offline, in one process."""
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import fields
+
+from megatron_switch.checkpoint.formats.tensor_source import size_text
+from megatron_switch.checkpoint.load.files import Asker, checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
+from megatron_switch.checkpoint.reshard.resharding import (
+    args_for,
+    plan_resharding,
+    read_state,
+    write_resharding,
+)
+from megatron_switch.commands.checkpoints.parsers import RESHARD_SIZES, reshard_parser
+from megatron_switch.config import FLAG_PREFIX, SwitchConfig
+from megatron_switch.errors import CheckpointError, LayoutError
+from megatron_switch.layout.grid import Layout
+from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
+from megatron_switch.training.logs.known_warnings import known_warnings_hidden
+from megatron_switch.training.preflight.flag_checks import check_layout
+from megatron_switch.utils.byte_progress import bytes_progress
+
+
+@known_warnings_hidden()
+def run(argv: Sequence[str]) -> int:
+    """Rewrite as the command line says, and return the exit status.
+
+    Args:
+        argv: Words behind the command's name.
+
+    Raises:
+        SwitchError: The layout is not legal for the model, or the checkpoint cannot be moved.
+    """
+    own = reshard_parser().parse_args(list(argv))
+    found = find_checkpoint(
+        checkpoint_folder(own.load),
+        iteration=own.iteration,
+        asker=Asker(iteration_flag="--iteration", can_start_anew=False),
+    )
+    state = read_state(found)
+    placement = Placement(own.first, own.last, own.spelled)
+    layout = _layout(own, state["args"], placement)
+    plan = plan_resharding(found, layout, state, placement)
+    with bytes_progress("resharding", 2 * plan.nbytes) as on_bytes:
+        write_resharding(plan, own.save, workers=own.workers, on_bytes=on_bytes)
+    old = state["args"]
+    print(
+        f"{own.save}: {found.folder.name}, {size_text(plan.nbytes)} in {len(plan.chunks)} "
+        f"boxes, read back and equal. TP {old.tensor_model_parallel_size} -> {layout.tp}, PP "
+        f"{old.pipeline_model_parallel_size} -> {layout.pp}, EP {old.expert_model_parallel_size} "
+        f"-> {layout.ep}, ETP {old.expert_tensor_parallel_size} -> {layout.etp}."
+    )
+    for note in plan.notes:
+        print(note)
+    return 0
+
+
+def _layout(own: Namespace, args: Namespace, placement: Placement) -> Layout:
+    """Return the new layout, checked against the model as at the start of a run."""
+    sizes = {name: getattr(own, flag.replace("-", "_")) for flag, name in RESHARD_SIZES.items()}
+    of_experts = [flag for flag, name in RESHARD_SIZES.items() if name in ("ep", "etp")]
+    for flag in of_experts:
+        size = sizes[RESHARD_SIZES[flag]]
+        if size > 1 and not args.num_experts:
+            raise CheckpointError(
+                f"The model has no experts, got --{flag} {size}. Leave the flag out."
+            )
+    least = sizes["pp"] * math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
+    layout = Layout(world_size=own.world_size or least, cp=1, **sizes)
+    if getattr(args, "switch_arch", "gpt") == "t5" and layout.pp > 1:
+        raise LayoutError(PIPELINE_REFUSAL.format(layout.pp))
+    new, _ = args_for(args, layout, placement)
+    new.global_batch_size = None  # how much a step reads is the next run's affair
+    new.context_parallel_size = 1
+    with redirect_stdout(sys.stderr):
+        return check_layout(new, _settings(args))
+
+
+def _settings(args: Namespace) -> SwitchConfig:
+    """Return the stored Switch settings; what stock Megatron or an older release lacks is ours."""
+    stored = {
+        field.name: getattr(args, FLAG_PREFIX + field.name, None) for field in fields(SwitchConfig)
+    }
+    return SwitchConfig(**{name: value for name, value in stored.items() if value is not None})

@@ -1,0 +1,1 @@
+"""Commands for clusters: plan, rehearse, render-launch, check-binding, from-deepspeed."""

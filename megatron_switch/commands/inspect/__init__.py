@@ -1,0 +1,1 @@
+"""Commands that open a trained model: generate, experts, capacity-sweep."""

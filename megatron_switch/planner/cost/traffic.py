@@ -1,0 +1,261 @@
+"""Bytes that a rank sends, and how long that takes, for every kind of communication in a step.
+
+    all-to-all    tokens to experts and back, twice forward and twice backward in a sparse layer,
+                  and gates beside them; payload R x D elements, R the rows of a rank's experts
+    slots         padded dispatch where TP x CP > 1: tokens of a capacity group are gathered,
+                  outputs reduce-scattered
+    tensor        all-gather and reduce-scatter around attention and dense layers, five forward
+                  and backward, because the gather is repeated for the weight's gradient
+    context       keys and values go round the ranks that share a sequence: forward once, backward
+                  twice, as their gradients go round too
+    pipeline      hidden states and their gradients between stages
+    gradients     reduce-scatter of gradients and all-gather of weights over copies, once a step
+                  (fully sharded: weights twice and gradients once a micro-batch, behind compute)
+
+An all-to-all over nodes is a flat one in this project. Its time is that of the slower of its two
+parts, inside and across nodes, where a sender serves one peer after another. A two-level one would
+go over the node first and then across, with messages as many times larger; it is shown for
+comparison. One network card a GPU is the ceiling of both.
+
+Source of the counts: Megatron-Core 0.19.2 and ``moe.dispatcher``; of the links: see
+:mod:`megatron_switch.planner.hardware.cluster`.
+"""
+
+from dataclasses import dataclass
+
+from megatron_switch.architecture.parameters import GPTShape, T5Shape, stage_parameters
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.spread import Spread, group_spread
+from megatron_switch.layout.workload import Training
+from megatron_switch.planner.cost.activations import (
+    layers_of_stage,
+    rows_of_experts,
+    telling_stages,
+)
+from megatron_switch.planner.hardware.cluster import Hardware
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of communication of one rank in a step.
+
+    Attributes:
+        name: What it is.
+        calls: Collectives in a step.
+        inside: Bytes sent to ranks of the same node in a step.
+        across: Bytes sent to other nodes in a step.
+        seconds: Time of all of them, not overlapped.
+        spread: Where the group runs.
+    """
+
+    name: str
+    calls: int
+    inside: float
+    across: float
+    seconds: float
+    spread: Spread
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """One all-to-all of a rank.
+
+    Attributes:
+        payload: Bytes handed over, those for the rank itself included.
+        inside: Of them, to other ranks of the node.
+        across: Of them, to other nodes.
+        flat: Seconds as one exchange.
+        two_level: Seconds as one inside nodes and one across.
+    """
+
+    payload: float
+    inside: float
+    across: float
+    flat: float
+    two_level: float
+
+
+def all_to_all(payload: float, spread: Spread, hardware: Hardware) -> AllToAll:
+    """Return bytes and time of one all-to-all of ``payload`` bytes a rank."""
+    members, local = spread.members, spread.per_node
+    inside = payload * (local - 1) / members
+    across = payload * (members - local) / members
+    node, network = hardware.node, hardware.network
+    if members == 1:
+        return AllToAll(payload, 0.0, 0.0, 0.0, 0.0)
+    inside_s = inside / (node.alltoall_gb_s * 1e9) + (local - 1) * node.peer_us * 1e-6
+    if members == local:
+        seconds = inside_s + node.alltoall_latency_us * 1e-6
+        return AllToAll(payload, inside, 0.0, seconds, seconds)
+    bandwidth, peer = network.alltoall_gb_s * 1e9, network.peer_us * 1e-6
+    across_s = across / bandwidth + (members - local) * peer
+    flat = max(inside_s, across_s) + network.alltoall_latency_us * 1e-6
+    latencies = (node.alltoall_latency_us + network.alltoall_latency_us) * 1e-6
+    nodes = members / local
+    two_level = (
+        payload * (local - 1) / local / (node.alltoall_gb_s * 1e9)
+        + payload * (nodes - 1) / nodes / bandwidth
+        + (nodes - 1) * peer
+        + latencies
+    )
+    return AllToAll(payload, inside, across, flat, two_level)
+
+
+def key_value_width(model: GPTShape) -> int:
+    """Return the width of all keys and values of a token in one layer."""
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    return 2 * head * (model.num_query_groups or model.num_attention_heads)
+
+
+def ring_seconds(num_bytes: float, calls: int, spread: Spread, hardware: Hardware) -> float:
+    """Return the time of ring collectives that send ``num_bytes`` a rank in all."""
+    link = hardware.node if spread.nodes == 1 else hardware.network
+    return num_bytes / (link.ring_gb_s * 1e9) + calls * link.ring_latency_us * 1e-6
+
+
+class Traffic:
+    """Communication of one rank in one layout; the sums over a step."""
+
+    def __init__(
+        self, model: GPTShape, layout: Layout, training: Training, hardware: Hardware
+    ) -> None:
+        """Note the inputs; everything is computed when asked for.
+
+        ``parameters`` and ``sparse_layers`` are then those of a rank of the fullest stage.
+        """
+        self._model, self._layout, self._training = model, layout, training
+        self._hardware = hardware
+        self._micro_batches = training.micro_batches(layout)
+        # Stages may hold different numbers of sparse layers; the fullest sets the pace.
+        numbers = telling_stages(model, layout.pp, layout.vp)
+        stages = [layers_of_stage(model, layout.pp, layout.vp, number) for number in numbers]
+        self.sparse_layers = max(stage.sparse for stage in stages)
+        self._dense = max(stage.dense for stage in stages)
+        self._layers = stages[0].total
+        counts = [stage_parameters(model, layout, number) for number in numbers]
+        self.parameters = max(counts, key=lambda count: count.total)
+        if isinstance(model, T5Shape):
+            sparse = len(model.encoder_sparse_layers)
+            self.sparse_layers += sparse
+            self._dense += model.encoder_layers - sparse
+            self._layers += model.encoder_layers + model.num_layers  # cross attention is one more
+        self._elements = training.width * model.hidden_size
+
+    def spread(self, *axes: str) -> Spread:
+        """Return where the group of rank 0 along ``axes`` runs."""
+        hardware = self._hardware
+        return group_spread(self._layout, axes, hardware.gpus_per_node, hardware.nodes_per_leaf)
+
+    def exchange(self) -> AllToAll:
+        """Return one all-to-all of tokens."""
+        rows = rows_of_experts(self._model, self._layout, self._training)
+        return all_to_all(rows * self._elements, self.spread("etp", "ep"), self._hardware)
+
+    def per_micro_batch(self) -> list[Transfer]:
+        """Return what a micro-batch sends on one stage, as sums over the step."""
+        found = [self._tensor(), self._context(), self._pipeline()]
+        if self._model.num_experts:
+            found += [self._all_to_all(), self._slots()]
+        return [transfer for transfer in found if transfer.calls]
+
+    def per_step(self) -> list[Transfer]:
+        """Return what is sent once a step, or behind compute where state is fully sharded."""
+        layout, count = self._layout, self.parameters
+        return [
+            transfer
+            for transfer in (
+                self._gradients("dense gradients", count.dense, layout.dp * layout.cp, "dp", "cp"),
+                self._gradients("expert gradients", count.expert, layout.edp, "edp"),
+            )
+            if transfer.calls
+        ]
+
+    def _all_to_all(self) -> Transfer:
+        spread = self.spread("etp", "ep")
+        if spread.members == 1:
+            return _none("all-to-all", spread)
+        tokens = self.exchange()
+        rows = tokens.payload / self._elements
+        gates = all_to_all(4.0 * rows, spread, self._hardware)
+        again = self._training.recompute == "full" or self._training.recomputes("moe")
+        times = self.sparse_layers * self._micro_batches
+        rounds, gate_rounds = (6, 3) if again else (4, 2)
+        return Transfer(
+            "all-to-all",
+            times * (rounds + gate_rounds),
+            times * (rounds * tokens.inside + gate_rounds * gates.inside),
+            times * (rounds * tokens.across + gate_rounds * gates.across),
+            times * (rounds * tokens.flat + gate_rounds * gates.flat),
+            spread,
+        )
+
+    def _slots(self) -> Transfer:
+        spread = self.spread("tp", "cp")
+        if self._training.dispatch == "packed" or spread.members == 1:
+            return _none("slots", spread)
+        again = self._training.recompute == "full" or self._training.recomputes("moe")
+        calls = (6 if again else 4) * self.sparse_layers * self._micro_batches
+        tokens = self._training.rank_tokens(self._layout) * (spread.members - 1)
+        return self._ring("slots", calls, tokens * self._elements, spread)
+
+    def _tensor(self) -> Transfer:
+        spread = self.spread("tp")
+        if spread.members == 1:
+            return _none("tensor", spread)
+        pairs = self._layers + self._dense
+        rounds = 7 if self._training.recompute == "full" else 5
+        calls = rounds * pairs * self._micro_batches
+        whole = self._training.seq_length * self._training.micro_batch_size // self._layout.cp
+        one = whole * self._elements * (spread.members - 1) / spread.members
+        if not self._training.sequence_parallel:  # all-reduces, two forward and two backward
+            calls, one = calls * 2 // 5, 2 * one
+        return self._ring("tensor", calls, one, spread)
+
+    def _context(self) -> Transfer:
+        spread = self.spread("cp")
+        if spread.members == 1:
+            return _none("context", spread)
+        calls = 3 * (spread.members - 1) * self._layers * self._micro_batches
+        training, layout = self._training, self._layout
+        tokens = training.seq_length * training.micro_batch_size / layout.cp
+        one = tokens * key_value_width(self._model) * training.width / layout.tp
+        link = self._hardware.node if spread.nodes == 1 else self._hardware.network
+        sent = calls * one
+        seconds = sent / (link.alltoall_gb_s * 1e9) + calls * link.alltoall_latency_us * 1e-6
+        inside = sent if spread.nodes == 1 else 0.0
+        return Transfer("context", calls, inside, sent - inside, seconds, spread)
+
+    def _pipeline(self) -> Transfer:
+        spread = self.spread("pp")
+        if spread.members == 1:
+            return _none("pipeline", spread)
+        calls = 2 * self._layout.vp * self._micro_batches
+        one = self._training.rank_tokens(self._layout) * self._elements
+        inside = self._hardware.gpus_per_node >= 2 * self._layout.dense.strides["pp"]
+        link = self._hardware.node if inside else self._hardware.network
+        seconds = calls * (one / (link.alltoall_gb_s * 1e9) + link.alltoall_latency_us * 1e-6)
+        sent = calls * one
+        return Transfer("pipeline", calls, sent * inside, sent * (not inside), seconds, spread)
+
+    def _gradients(self, name: str, parameters: int, copies: int, *axes: str) -> Transfer:
+        spread, training = self.spread(*axes), self._training
+        if copies == 1 or parameters == 0:
+            return _none(name, spread)
+        gradient = 4 if training.fp32_gradients else training.width
+        element, calls = gradient + training.width, 2
+        if training.sharding == "replicated":
+            element = 2 * gradient
+        elif training.sharding == "fully_sharded":
+            element = (gradient + 2 * training.width) * self._micro_batches
+            calls = 3 * self._micro_batches
+        return self._ring(name, calls, parameters * element * (copies - 1) / copies / calls, spread)
+
+    def _ring(self, name: str, calls: int, one: float, spread: Spread) -> Transfer:
+        seconds = ring_seconds(calls * one, calls, spread, self._hardware)
+        sent = calls * one
+        inside = sent if spread.nodes == 1 else 0.0
+        return Transfer(name, calls, inside, sent - inside, seconds, spread)
+
+
+def _none(name: str, spread: Spread) -> Transfer:
+    return Transfer(name, 0, 0.0, 0.0, 0.0, spread)

@@ -1,0 +1,111 @@
+"""The tutorials' form N = n x m x e: what it means as Megatron's two grids.
+
+``n`` copies of the model for data parallelism, each cut over ``m`` ranks, with the experts spread
+over ``e`` ranks. Megatron has no such product. Dense layers do not know of experts, so that their
+``n x e`` groups of ``m`` ranks are all data parallel; and experts have a grid of their own.
+
+    dense grid    TP m x DP (n x e)
+    expert grid   ETP m x EP e x EDP n
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_switch.architecture.parameters import total_parameters
+from megatron_switch.errors import LayoutError
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.workload import Sharding, Training
+from megatron_switch.planner.cost.state import RankState, state_bytes
+from megatron_switch.planner.enumerate_sizes import Choice
+from megatron_switch.planner.search import Plan, Request, best_of_choice
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class GridForm:
+    """Data, model and expert ranks of a product."""
+
+    data: int
+    model: int
+    experts: int
+
+    @classmethod
+    def parse(cls, text: str) -> "GridForm":
+        """Return the form that ``text`` writes, such as ``32x4x8``.
+
+        Raises:
+            LayoutError: If it is no product of three whole numbers.
+        """
+        parts = re.fullmatch(r"([1-9]\d*)[xX*]([1-9]\d*)[xX*]([1-9]\d*)", text.replace(" ", ""))
+        if parts is None:
+            raise LayoutError(
+                f"--grid is data x model x expert ranks, such as 32x4x8, got '{text}'."
+            )
+        return cls(*(int(part) for part in parts.groups()))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.data * self.model * self.experts
+
+    def layout(self) -> Layout:
+        """Return both grids, with ETP equal to TP as the form implies."""
+        return Layout(self.world_size, tp=self.model, ep=self.experts, etp=self.model)
+
+
+def states_by_sharding(
+    request: Request, layout: Layout, training: Training
+) -> dict[Sharding, RankState]:
+    """Return the state of a rank for each place where optimizer state can live."""
+    shardings: tuple[Sharding, ...] = ("replicated", "distributed", "fully_sharded")
+    return {
+        sharding: state_bytes(request.model, layout, replace(training, sharding=sharding))
+        for sharding in shardings
+    }
+
+
+def nearest_that_fit(request: Request, layout: Layout, *, count: int = _SHOWN) -> list[Plan]:
+    """Return layouts near ``layout`` that fit with the distributed optimizer alone, nearest first.
+
+    Near means few doublings and halvings of sizes.
+    """
+    plain = replace(request, shardings=("distributed",), offloads=(False,))
+    found: list[Plan] = []
+    for choice in _by_distance(plain, layout):
+        plan = best_of_choice(plain, choice)
+        if plan is not None:
+            found.append(plan)
+        if len(found) == count:
+            break
+    return found
+
+
+def _by_distance(request: Request, layout: Layout) -> Iterator[Choice]:
+    here = Choice(layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
+    choices = [
+        choice for choice in request.choices() if _least_state(request, choice) <= _budget(request)
+    ]
+    yield from sorted(choices, key=lambda choice: (_distance(here, choice), _values(choice)))
+
+
+def _budget(request: Request) -> int:
+    return request.hardware.budget
+
+
+def _least_state(request: Request, choice: Choice) -> float:
+    """Return the experts' bytes on a rank with the distributed optimizer."""
+
+    experts = total_parameters(request.model).expert
+    return experts * (6 / (choice.ep * choice.etp * choice.pp) + 12 / request.world_size)
+
+
+def _distance(here: Choice, there: Choice) -> float:
+    pairs = zip(_values(here), _values(there), strict=True)
+    return sum(abs(math.log2(b / a)) for a, b in pairs)
+
+
+def _values(choice: Choice) -> tuple[int, ...]:
+    return choice.tp, choice.pp, choice.cp, choice.ep, choice.etp

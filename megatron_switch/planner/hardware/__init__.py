@@ -1,0 +1,1 @@
+"""Clusters as values: presets, links fitted to nccl-tests, order of nodes under leaf switches."""

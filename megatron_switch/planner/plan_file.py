@@ -1,0 +1,152 @@
+"""Plans as JSON: what ``megatron-switch plan --json`` prints and the launch scripts are made from.
+
+The file holds the flags of each plan, best first, the shape of the job, and what was predicted, in
+bytes and seconds. Readers look at a plan's flags and sizes; everything else is for people.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_switch.errors import LayoutError
+from megatron_switch.planner.hardware.cluster import hardware_as_json
+from megatron_switch.planner.plan_flags import plan_flags
+from megatron_switch.planner.reasons import binding_constraint, spreads, warnings_of
+from megatron_switch.planner.search import Plan, Request
+from megatron_switch.utils.json_file import JsonFile
+
+SCHEMA = "megatron-switch.plan/1"
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What a launch needs of a plan.
+
+    Attributes:
+        nodes: Nodes of the job.
+        gpus_per_node: GPUs, and ranks, of a node.
+        flags: Words for ``megatron-switch train``, the model's included, without the data's.
+        expert_nodes: Nodes over which an expert group is spread.
+        expert_leaves: Leaf switches over which it is spread, at best.
+        gpu: Name of the hardware preset or file.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    flags: tuple[str, ...]
+    expert_nodes: int
+    expert_leaves: int
+    gpu: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.gpus_per_node
+
+
+def plans_as_json(
+    plans: Sequence[Plan], request: Request, model_words: Sequence[str]
+) -> dict[str, object]:
+    """Return the object that :func:`read_plan` reads.
+
+    Args:
+        plans: Plans, best first.
+        request: What was asked for.
+        model_words: The model's own flags.
+    """
+    return {
+        "schema": SCHEMA,
+        "nodes": request.nodes,
+        "gpus_per_node": request.hardware.gpus_per_node,
+        "hardware": {"name": request.hardware.name, **hardware_as_json(request.hardware)},
+        "plans": [_plan_as_json(plan, request, model_words) for plan in plans],
+    }
+
+
+def _plan_as_json(plan: Plan, request: Request, model_words: Sequence[str]) -> dict[str, object]:
+    layout, timing = plan.layout, plan.timing
+    groups = spreads(layout, request.hardware)
+    return {
+        "layout": {**layout.given(), "etp": layout.etp, "dp": layout.dp, "edp": layout.edp},
+        "training": asdict(plan.training),
+        "flags": [*model_words, *plan_flags(layout, plan.training)],
+        "groups": {name: asdict(spread) for name, spread in groups.items()},
+        "memory_bytes": {
+            **{name.replace(" ", "_"): size for name, size in plan.memory.parts().items()},
+            "step": plan.memory.step,
+            "host": plan.memory.host,
+            "total": plan.memory.total,
+        },
+        "fullest_stage": plan.stage,
+        "seconds": {
+            "step": timing.step,
+            "arithmetic": timing.compute,
+            "optimizer": timing.optimizer,
+            **{transfer.name.replace(" ", "_"): transfer.seconds for transfer in timing.transfers},
+        },
+        "bytes_sent": {
+            transfer.name.replace(" ", "_"): {
+                "inside_node": transfer.inside,
+                "across_nodes": transfer.across,
+                "calls": transfer.calls,
+            }
+            for transfer in timing.transfers
+        },
+        "bubble": timing.bubble,
+        "tokens_per_second_per_gpu": timing.tokens_per_second,
+        "useful_mfu": timing.useful_mfu,
+        "dropped": plan.dropped,
+        "lower_bound": not request.hardware.fitted,
+        "binding": binding_constraint(plan, request.hardware),
+        "warnings": warnings_of(plan, request),
+    }
+
+
+def read_plan(path: Path, *, world_size: int | None = None, number: int = 1) -> PlannedJob:
+    """Return a plan from a file.
+
+    Args:
+        path: What ``megatron-switch plan --json`` printed.
+        world_size: Ranks of the job that it is for, where they are known.
+        number: Which of the plans, from 1.
+
+    Raises:
+        ConfigError: If the file is malformed; with line and key.
+        LayoutError: If the plan is for another number of ranks.
+    """
+    file = JsonFile.read(path, "plan file")
+    schema = file.get("schema", str)
+    if schema != SCHEMA:
+        raise file.refuse("schema", f"expected '{SCHEMA}', found '{schema}'.")
+    nodes = file.get("nodes", int, least=1)
+    gpus_per_node = file.get("gpus_per_node", int, least=1)
+    plans = file.get("plans", list)
+    if not 1 <= number <= len(plans):
+        raise file.refuse("plans", f"holds {len(plans)} plans, and number {number} was asked for.")
+    chosen = plans[number - 1]
+    if not isinstance(chosen, dict):
+        raise file.refuse("plans", f"expected objects, found {chosen!r}.")
+    plan = JsonFile(path, file.text, chosen, ("plans",))
+    flags = plan.get("flags", list)
+    if not all(isinstance(word, str) for word in flags):
+        raise plan.refuse("flags", "expected a list of texts.")
+    ranks = plan.inner("layout").get("world_size", int, least=1)
+    if ranks != nodes * gpus_per_node:
+        raise LayoutError(
+            f"{plan.inner('layout').where('world_size')}: {ranks} ranks do not fill {nodes} nodes "
+            f"x {gpus_per_node} GPUs. Plan again with --nodes and --gpus-per-node of the job."
+        )
+    if world_size is not None and ranks != world_size:
+        raise LayoutError(
+            f"The plan in {path} is for {ranks} ranks ({nodes} nodes x {gpus_per_node} GPUs), but "
+            f"the job has {world_size}. Plan again for this job, or ask for {nodes} nodes."
+        )
+    experts = plan.inner("groups").inner("ETP x EP")
+    return PlannedJob(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        flags=tuple(flags),
+        expert_nodes=experts.get("nodes", int, least=1),
+        expert_leaves=experts.get("leaves", int, least=1),
+        gpu=file.inner("hardware").get("name", str),
+    )

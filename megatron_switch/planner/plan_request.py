@@ -1,0 +1,115 @@
+"""From a named model and pretrain flags to what the planner needs to know of a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_switch.architecture.model_flags import (
+    FlagValues,
+    capacity_of,
+    flags_of_words,
+    read_model,
+    shape_of,
+)
+from megatron_switch.architecture.parameters import GPTShape
+from megatron_switch.errors import ConfigError
+from megatron_switch.flags.train_flags import refuse_unknown
+from megatron_switch.layout.sizes import FLAGS
+from megatron_switch.layout.workload import Dispatch, Training
+from megatron_switch.planner.plan_flags import PLANNED_FLAGS
+
+_MODES: dict[str, tuple[Dispatch, ...]] = {
+    "auto": ("padded", "packed"),
+    "padded": ("padded",),
+    "packed": ("packed",),
+}
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model to plan for.
+
+    Attributes:
+        name: For people.
+        shape: What decides its parameters.
+        training: Sequence, capacity, precision and dropout.
+        words: The flags that describe it, for ``megatron-switch train``.
+        fixed: Parallel sizes and micro-batch that were given.
+        dispatches: Dispatch modes to consider.
+        global_batch_size: As given, or None.
+    """
+
+    name: str
+    shape: GPTShape
+    training: Training
+    words: tuple[str, ...]
+    fixed: dict[str, int]
+    dispatches: tuple[Dispatch, ...]
+    global_batch_size: int | None
+
+
+def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
+    """Return the model of ``--model`` and of pretrain flags, of which the latter win.
+
+    Args:
+        name: Named model or JSON file; None where the flags say it all.
+        pretrain: Words of a ``megatron-switch train`` command line.
+
+    Raises:
+        ConfigError: If there is no model, or a flag that matters cannot be used.
+    """
+    refuse_unknown(pretrain)
+    given = flags_of_words(pretrain)
+    name = str(given["switch-model"]) if name is None and "switch-model" in given else name
+    if name is None and not given:
+        raise ConfigError(
+            "There is no model to plan: name one with --model, or give its pretrain flags after --."
+        )
+    flags = {**(read_model(name) if name is not None else {}), **given}
+    values = FlagValues(flags)
+    mode = values.text("switch-dispatch", "auto")
+    if mode not in _MODES:
+        raise ConfigError(f"--switch-dispatch is auto, packed or padded, got {mode}.")
+    words = ["--switch-model", name] if name is not None else []
+    words += _words_of({key: value for key, value in given.items() if key != "switch-model"})
+    return PlannedModel(
+        name=name or "pretrain flags",
+        shape=shape_of(flags),
+        training=_training(values),
+        words=tuple(words),
+        fixed=_fixed(values),
+        dispatches=_MODES[mode],
+        global_batch_size=values.whole("global-batch-size"),
+    )
+
+
+def _training(values: FlagValues) -> Training:
+    rope = values.text("position-embedding-type", "learned_absolute") == "rope"
+    return Training(
+        seq_length=values.needed("seq-length"),
+        precision="fp16" if values.on("fp16") else "bf16",
+        capacity=capacity_of(values.flags),
+        transformer_engine=values.text("transformer-impl", "") == "transformer_engine",
+        hidden_dropout=values.number("hidden-dropout", 0.1),
+        rotary=rope or values.on("use-rotary-position-embeddings"),
+        fused_gate=values.on("swiglu") and not values.on("no-bias-swiglu-fusion"),
+    )
+
+
+def _fixed(values: FlagValues) -> dict[str, int]:
+    found = {name: values.whole(flag.removeprefix("--")) for name, flag in FLAGS.items()}
+    found["micro_batch_size"] = values.whole("micro-batch-size")
+    return {name: size for name, size in found.items() if size is not None}
+
+
+def _words_of(flags: dict[str, object]) -> list[str]:
+    """Return flags as words, without those that a plan decides."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if name in PLANNED_FLAGS:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, list):
+            words += [str(part) for part in value]
+        elif value is not True:
+            words.append(str(value))
+    return words

@@ -1,0 +1,224 @@
+"""The command line: Megatron's flags with Switch's defaults, and the ``--switch-*`` flags.
+
+One parser, Megatron's own, is extended and never copied. Defaults become Switch's before parsing
+(an explicit flag always wins), and those that depend on other flags or on what is installed are
+filled in afterwards by :mod:`megatron_switch.training.arguments.defaults`. A ``--switch-model``
+file is read as words that stand before those of the command line: types and choices are checked the
+same way, and the command line, being later, wins. Nothing here reads or writes Megatron's global
+variables.
+"""
+
+import difflib
+import json
+import sys
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.arguments import parse_args
+
+from megatron_switch.architecture.model_flags import model_file, model_names
+from megatron_switch.config import FLAG_PREFIX, SwitchConfig
+from megatron_switch.errors import ConfigError
+from megatron_switch.flags.megatron_moe import fixed_defaults
+from megatron_switch.flags.recipes import RECIPES
+
+SWITCH_DEFAULTS: Mapping[str, object] = {
+    **fixed_defaults(),
+    "moe_router_load_balancing_type": "aux_loss",
+    "dist_ckpt_optim_fully_reshardable": True,
+    "exit_signal_handler": True,
+    "create_attention_mask_in_dataloader": False,
+    "eval_interval": 1000,
+}
+"""Defaults of Megatron's flags that hold in every recipe."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A parsed command line."""
+
+    args: Namespace
+    """Megatron's namespace, not validated yet."""
+    explicit: frozenset[str]
+    """Attributes of ``args`` whose flag stood on the command line or in the model file."""
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Parse Megatron's and our flags, with Switch's defaults.
+
+    Args:
+        argv: Flags, without the program's name.
+
+    Raises:
+        ConfigError: An unknown flag, a malformed value, or a bad ``--switch-model`` file.
+    """
+    seen: set[str] = set()
+
+    def add_switch_flags(parser: ArgumentParser) -> ArgumentParser:
+        _SwitchFlags(SwitchConfig).build_group(parser, title="Switch Transformer")
+        parser.error = _refuse  # type: ignore[method-assign]  # Megatron's 800-line usage helps nobody
+        for action in parser._actions:
+            if action.choices and all(isinstance(choice, Enum) for choice in action.choices):
+                action.type = _member_named(action.choices)
+        flags = {flag: action for action in parser._actions for flag in action.option_strings}
+        _refuse_unknown(argv, flags)
+        words = [*_model_words(argv, flags), *argv]
+        seen.update(flags[word].dest for word in _flag_words(words))
+        parser.set_defaults(**_defaults(words))
+        sys.argv[1:] = words  # what Megatron lets the parser read
+        return parser
+
+    with _command_line_kept():
+        try:
+            args = parse_args(add_switch_flags)
+        except (SyntaxError, MemoryError, OverflowError) as error:
+            raise ConfigError(
+                "The command line cannot be used: Megatron reads patterns of layers, such as "
+                f"--moe-layer-freq [0,1]*12, as Python, and one of them is none: {error}."
+            ) from error
+    return CommandLine(args, frozenset(seen))
+
+
+def _member_named(members: Iterable[Enum]) -> Callable[[str], Enum]:
+    """Return what reads a name as Megatron does, where Megatron ends in a KeyError."""
+    by_name = {member.name: member for member in members}
+
+    def read(name: str) -> Enum:
+        if name not in by_name:
+            raise ArgumentTypeError(f"'{name}' is none of {', '.join(by_name)}")
+        return by_name[name]
+
+    return read
+
+
+def add_switch_arguments(parser: ArgumentParser) -> None:
+    """Add the ``--switch-*`` flags to a parser, for help texts and documentation."""
+    _SwitchFlags(SwitchConfig).build_group(parser, title="Switch Transformer")
+
+
+class _SwitchFlags(ArgumentGroupFactory):  # type: ignore[misc]
+    """Megatron's flag factory with our prefix."""
+
+    def _format_arg_name(self, config_attr_name: str, prefix: str | None = None) -> str:
+        name: str = super()._format_arg_name(FLAG_PREFIX + config_attr_name, prefix)
+        return name
+
+    def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
+        kwargs: dict[str, Any] = super()._build_argparse_kwargs_from_field(attribute)
+        kwargs["dest"] = FLAG_PREFIX + attribute.name
+        kwargs["help"] = " ".join(kwargs["help"].split()).replace("%", "%%")
+        return kwargs
+
+
+def _defaults(words: Sequence[str]) -> dict[str, object]:
+    # An unknown recipe is reported by the real parser, which lists the choices.
+    recipe = RECIPES.get(_early("--switch-recipe", words) or "", RECIPES["switch"])
+    return {**SWITCH_DEFAULTS, **recipe}
+
+
+def _early(flag: str, words: Sequence[str]) -> str | None:
+    """Return the value of one flag, before the others can be parsed."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value")
+    parser.error = _refuse  # type: ignore[method-assign]
+    value: str | None = parser.parse_known_args(list(words))[0].value
+    return value
+
+
+def _model_words(argv: Sequence[str], flags: Mapping[str, Action]) -> list[str]:
+    """Return the flags of the ``--switch-model`` file as words of a command line."""
+    name = _early("--switch-model", argv)
+    if name is None:
+        return []
+    path = model_file(name)
+    model = {"--" + key.lstrip("-").replace("_", "-"): v for key, v in _read_model(path).items()}
+    unknown = sorted(set(model) - set(flags))
+    if unknown:
+        raise ConfigError(
+            f"--switch-model {path} holds names that are no flag: {', '.join(unknown)}."
+            f"{_suggestion(unknown[0], flags)}"
+        )
+    return [word for flag, v in model.items() for word in _words(flags[flag], flag, v, path)]
+
+
+def _words(action: Action, flag: str, value: object, path: Path) -> list[str]:
+    """Return one entry of a model file as it would stand on a command line."""
+    takes_value = action.nargs != 0
+    if value is None or (value is False and not takes_value):  # as it is by default
+        return []
+    if isinstance(value, bool) == takes_value:
+        rule = "takes a value" if takes_value else "is on or off, so true or false"
+        raise ConfigError(f"--switch-model {path}: {flag} {rule}, got {json.dumps(value)}.")
+    if not takes_value:
+        return [flag]
+    if isinstance(value, list) and action.nargs is not None:
+        return [flag, *map(str, value)]
+    # A list as one word is how --moe-layer-freq takes its pattern; it knows no space.
+    text = str(value).replace(" ", "") if isinstance(value, list) else str(value)
+    return [f"{flag}={text}"]
+
+
+def _read_model(path: Path) -> dict[str, object]:
+    try:
+        flags = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--switch-model names a model ({', '.join(model_names())}) or a JSON file of Megatron "
+            f"flags; {path} is neither."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--switch-model names a JSON file of Megatron flags; {path} cannot be read: {error}."
+        ) from error
+    if not isinstance(flags, dict):
+        raise ConfigError(
+            f"--switch-model wants a JSON object of flags and values; {path} holds a "
+            f"{type(flags).__name__}."
+        )
+    return flags
+
+
+def _flag_words(argv: Sequence[str]) -> list[str]:
+    return [word.split("=", 1)[0] for word in argv if word.startswith("--")]
+
+
+def _refuse_unknown(argv: Sequence[str], flags: Mapping[str, Action]) -> None:
+    for word in _flag_words(argv):
+        if word not in flags:
+            raise ConfigError(f"There is no flag {word}.{_suggestion(word, flags)}")
+        if word == "--yaml-cfg":
+            raise ConfigError(
+                "--yaml-cfg replaces the whole command line, Switch's flags included, and cannot "
+                "be used here. Give the model's flags in a JSON file to --switch-model."
+            )
+
+
+def _suggestion(word: str, flags: Mapping[str, Action]) -> str:
+    close = difflib.get_close_matches(word, list(flags), n=3, cutoff=0.7)
+    return f" Did you mean {' or '.join(close)}?" if close else " See docs/flags.md for the list."
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"The command line cannot be used: {message}.")
+
+
+@contextmanager
+def _command_line_kept() -> Iterator[None]:
+    """Restore ``sys.argv``, which Megatron's parser reads, at the end of the block."""
+    saved = sys.argv
+    sys.argv = saved[:1]
+    try:
+        yield
+    finally:
+        sys.argv = saved
+
+
+def switch_attributes() -> tuple[str, ...]:
+    """Return the names of all ``switch_*`` attributes, in the order of their declaration."""
+    return tuple(FLAG_PREFIX + field.name for field in fields(SwitchConfig))

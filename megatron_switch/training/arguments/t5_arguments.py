@@ -1,0 +1,223 @@
+"""What ``--switch-arch t5`` makes of the command line.
+
+Sizes. ``--num-layers`` is the depth of both stacks; ``--encoder-num-layers`` and
+``--decoder-num-layers`` set them apart. ``--seq-length`` (or ``--encoder-seq-length``) is the
+encoder's length, ``--decoder-seq-length`` the decoder's. Megatron keeps the encoder's under
+``num_layers`` and ``seq_length``, and so do we.
+
+Data. Paths that end in ``.jsonl`` are pairs of texts; all others are prepared text, for span
+corruption. Then ``--decoder-seq-length`` has a default: what the targets take, rounded up to a
+multiple of 16, so that tensor-parallel ranks can share it.
+
+Defaults become T5's (RMSNorm, no biases, no positions but the relative attention bias, embedding
+drawn with deviation 1). Where that is what T5 *is*, another explicit value is refused.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable
+
+from megatron.training.arguments import moe_freq_type
+
+from megatron_switch.data.span_corruption import plan_spans
+from megatron_switch.data.text_to_text import SUFFIX
+from megatron_switch.errors import ConfigError, LayoutError
+from megatron_switch.models.gpt import check_layer_pattern, switch_layer_pattern
+from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
+from megatron_switch.training.arguments.parser import CommandLine
+
+_DEFAULTS: dict[str, object] = {
+    "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-6,
+    "add_bias_linear": False,
+    "embedding_init_method_std": 1.0,
+    # These kernels know gelu and silu only.
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+}
+_POSITIONS = ("none", "relative")
+_DECODER_MULTIPLE = 16
+_REFUSED = {
+    "swiglu": "The nonlinearity of a t5 is that of --switch-activation.",
+    "squared_relu": "The nonlinearity of a t5 is that of --switch-activation.",
+    "quick_geglu": "The nonlinearity of a t5 is that of --switch-activation.",
+    "openai_gelu": "The nonlinearity of a t5 is that of --switch-activation.",
+    "calculate_per_token_loss": "Megatron would divide the routers' losses, which count the tokens "
+    "of encoder and decoder, by the decoder's alone.",
+    "log_throughput": "Megatron counts the operations of a decoder-only model.",
+    "log_progress": "Megatron counts the operations of a decoder-only model.",
+    "reset_position_ids": "A t5 has no positions.",
+    "reset_attention_mask": "A sample of a t5 is one sequence.",
+    "eod_mask_loss": "The loss counts the whole target.",
+    "create_attention_mask_in_dataloader": "The masks of a t5 follow from its padding.",
+    "full_validation": "Say how much to read with --eval-iters.",
+    "multiple_validation_sets": "Give one validation set.",
+}
+
+
+def fill_t5(line: CommandLine) -> None:
+    """Set what a t5 needs and was not given, in place.
+
+    Args:
+        line: The parsed command line.
+
+    Raises:
+        ConfigError: Sizes contradict each other, or an explicit value is not a t5's.
+    """
+    args = line.args
+    for name, value in _DEFAULTS.items():
+        if name not in line.explicit:
+            setattr(args, name, value)
+    if "position_embedding_type" in line.explicit and args.position_embedding_type not in (
+        _POSITIONS
+    ):
+        raise ConfigError(
+            "The positions of a t5 are in its relative attention bias, got "
+            f"--position-embedding-type {args.position_embedding_type}. Leave it out."
+        )
+    # Megatron wants Transformer Engine for "relative"; the bias here needs none.
+    args.position_embedding_type = "none"
+    _fill_depths(args)
+    _fill_lengths(args)
+
+
+def check_t5(args: Namespace) -> None:
+    """Refuse what a t5 cannot do, before anything is built.
+
+    Raises:
+        ConfigError: A flag has no meaning for a t5, or a size is missing.
+        LayoutError: The layout has pipeline or context parallelism, or does not divide a length.
+    """
+    if args.pipeline_model_parallel_size > 1:
+        raise LayoutError(PIPELINE_REFUSAL.format(args.pipeline_model_parallel_size))
+    if args.context_parallel_size > 1:
+        raise LayoutError(
+            "--switch-arch t5 has no context parallelism, got --context-parallel-size "
+            f"{args.context_parallel_size}: its attention bias needs whole sequences. Leave it out."
+        )
+    for name, reason in _REFUSED.items():
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} cannot be used with --switch-arch t5. {reason} Leave it out."
+            )
+    if args.num_experts:
+        stack_frequencies(args)
+    _check_paths(args)
+    length, size = args.decoder_seq_length, args.tensor_model_parallel_size
+    if args.sequence_parallel and length % size:
+        raise LayoutError(
+            f"Sequence parallelism shares the decoder's positions evenly, but --decoder-seq-length "
+            f"{length} is no multiple of --tensor-model-parallel-size {size}. Change either."
+        )
+
+
+def is_pairs(path: str) -> bool:
+    """Whether a data path names pairs of texts."""
+    return path.endswith(SUFFIX)
+
+
+def data_paths(args: Namespace) -> list[str]:
+    """Return all that the data flags name, weights included."""
+    named = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
+    return [word for words in named for word in words or []]
+
+
+def reads_pairs(args: Namespace) -> bool:
+    """Whether the data flags name pairs of texts."""
+    return any(map(is_pairs, data_paths(args)))
+
+
+def stack_frequencies(args: Namespace) -> tuple[int | list[int], int | list[int]]:
+    """Return which layers have experts, of the encoder and of the decoder.
+
+    Args:
+        args: Arguments after :func:`fill_t5`.
+
+    Returns:
+        Two values in the form of ``--moe-layer-freq``.
+
+    Raises:
+        ConfigError: The decoder's pattern is none, or not one of its layers.
+    """
+    encoder: int | list[int] = args.moe_layer_freq
+    given = args.switch_decoder_layer_freq
+    if given is not None:
+        flags = {"flag": "--switch-decoder-layer-freq", "depth_flag": "--decoder-num-layers"}
+        try:
+            decoder: int | list[int] = moe_freq_type(given)
+        except (ValueError, SyntaxError, TypeError):  # it is evaluated as Python
+            decoder = given
+        check_layer_pattern(decoder, args.decoder_num_layers, **flags)
+    elif isinstance(encoder, int) or len(encoder) == args.decoder_num_layers:
+        decoder = encoder
+    else:
+        decoder = switch_layer_pattern(args.decoder_num_layers)
+    return encoder, decoder
+
+
+def t5_sparse_layers(args: Namespace) -> tuple[int, ...]:
+    """Return the 1-based numbers of the layers with experts; the decoder's follow the encoder's."""
+    encoder, decoder = stack_frequencies(args)
+    depth = args.num_layers
+    return (
+        *_numbers(encoder, depth, before=0),
+        *_numbers(decoder, args.decoder_num_layers, before=depth),
+    )
+
+
+def _numbers(frequency: int | list[int], depth: int, *, before: int) -> Iterable[int]:
+    if isinstance(frequency, int):
+        frequency = [int(layer % frequency == 0) for layer in range(depth)]
+    return [before + number for number, is_sparse in enumerate(frequency, start=1) if is_sparse]
+
+
+def _fill_depths(args: Namespace) -> None:
+    if args.num_layers is not None and args.encoder_num_layers is not None:
+        raise ConfigError(
+            f"The encoder's depth is given twice: --num-layers {args.num_layers} and "
+            f"--encoder-num-layers {args.encoder_num_layers}. Leave one of them out."
+        )
+    if args.num_layers is None:
+        args.num_layers = args.encoder_num_layers
+    args.encoder_num_layers = None  # Megatron fills it in
+    if args.decoder_num_layers is None:
+        args.decoder_num_layers = args.num_layers
+
+
+def _fill_lengths(args: Namespace) -> None:
+    if args.seq_length is not None and args.encoder_seq_length is not None:
+        raise ConfigError(
+            f"The encoder's length is given twice: --seq-length {args.seq_length} and "
+            f"--encoder-seq-length {args.encoder_seq_length}. Leave one of them out."
+        )
+    if args.seq_length is None:
+        args.seq_length = args.encoder_seq_length
+    args.encoder_seq_length = None
+    if args.seq_length is None:
+        return
+    if args.decoder_seq_length is None:
+        if reads_pairs(args):
+            raise ConfigError(
+                "Pairs of texts need room for their targets: give --decoder-seq-length, in tokens."
+            )
+        plan = plan_spans(
+            source_length=args.seq_length,
+            target_length=None,
+            density=args.switch_span_density,
+            mean_length=args.switch_span_length,
+        )
+        args.decoder_seq_length = -(-plan.target // _DECODER_MULTIPLE) * _DECODER_MULTIPLE
+    if args.max_position_embeddings is None:  # there is no table of positions
+        args.max_position_embeddings = max(args.seq_length, args.decoder_seq_length)
+
+
+def _check_paths(args: Namespace) -> None:
+    if not reads_pairs(args):
+        return
+    others = [path for path in data_paths(args) if not is_pairs(path)]
+    if others:
+        raise ConfigError(
+            f"Files of pairs stand alone: {', '.join(others)} is no {SUFFIX} file. Give files of "
+            "one kind, without weights; a pair that shall be seen more often stands in the file "
+            "more often."
+        )

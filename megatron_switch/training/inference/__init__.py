@@ -1,0 +1,1 @@
+"""A trained model opened from its checkpoint for forward passes only."""

@@ -1,0 +1,182 @@
+"""What reaches the screen: the lines one reads, and not the eight hundred one does not.
+
+Megatron prints its whole argument list, its set-up and every warning of every library. Inside
+:class:`Console` the screen shows progress, evaluation and checkpoint lines and what this package
+says; everything goes to a log file, one a rank. A sound run produces half a dozen warnings that
+need no action (:mod:`megatron_switch.training.logs.known_warnings`): the log explains each below
+the first of its kind, and the screen has one line that says so.
+
+The log lives in a temporary file, which stays only if the run fails. With a run folder it moves
+there once the run is sure to start, so that a refused one leaves no trace.
+"""
+
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from megatron_switch.errors import SwitchError
+from megatron_switch.training.logs.known_warnings import find_known_warning
+
+_SHOWN = re.compile(
+    r"^\s*(\[[^\]]*\]\s+)?"  # a time
+    r"(iteration\s+\d|validation\S* loss at|(validation|test) routing at|"
+    r"saving checkpoint|successfully saved|loading (distributed )?checkpoint|successfully loaded|"
+    r"could not find .* checkpoint|exiting program)"
+    r"|^\[exiting program"
+)
+
+
+class Console:
+    """Splits standard output into screen and log while its block runs.
+
+    Args:
+        log_folder: Folder for one log a rank after :meth:`settle`, or None for a temporary file.
+        rank: This process's rank; only rank 0 speaks through :meth:`say`.
+    """
+
+    def __init__(self, log_folder: Path | None, *, rank: int) -> None:
+        self._rank = rank
+        self._screen = sys.stdout
+        self._log_folder = log_folder
+        self._temporary = True
+        handle, name = tempfile.mkstemp(prefix=f"megatron-switch-{rank}-", suffix=".log")
+        os.close(handle)
+        self.log_path = Path(name)
+        self._log: TextIO
+        self._explained: set[str] = set()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Console":
+        """Take over standard output, warnings and log records."""
+        self._log = self.log_path.open("a", encoding="utf-8", buffering=1)
+        self._stack.callback(lambda: self._log.close())  # of whatever it is by then
+        self._screen = sys.stdout
+        splitter = _Splitter(self._screen, self._note)
+        self._stack.callback(splitter.close)
+        self._stack.enter_context(redirect_stdout(splitter))
+        self._quiet_warnings()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give everything back; keep a temporary log only if the run failed.
+
+        A mistake of the user's is explained by its message, so that its log can go too.
+        """
+        self._stack.close()
+        if not self._temporary:
+            return
+        exited = isinstance(error, SystemExit) and not error.code
+        if error is None or exited or isinstance(error, SwitchError):
+            self.log_path.unlink()
+        else:
+            error.add_note(f"What rank {self._rank} printed before: {self.log_path}")
+
+    def settle(self) -> None:
+        """Move the log into its folder, if it has one: the run has begun."""
+        if self._log_folder is None or not self._temporary:
+            return
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        path = self._log_folder / f"rank-{self._rank}.log"
+        log = path.open("a", encoding="utf-8", buffering=1)
+        self._log.close()
+        with self.log_path.open(encoding="utf-8") as before:
+            shutil.copyfileobj(before, log)
+        self.log_path.unlink()
+        self._log, self.log_path, self._temporary = log, path, False
+
+    def say(self, text: str) -> None:
+        """Print to the screen, once for all ranks, and to the log."""
+        self._log.write(text + "\n")
+        if self._rank == 0:
+            print(text, file=self._screen, flush=True)
+
+    @property
+    def log_text(self) -> str:
+        """Where all output is, for the start-up text."""
+        known = "all output; warnings that need no action are explained there"
+        if self._log_folder is None:
+            return f"{self.log_path}, kept only if the run fails: {known}"
+        return f"{self._log_folder}: {known}"
+
+    def _note(self, line: str) -> None:
+        """Write a line to the log; if it is a known warning, explain it the first time."""
+        self._log.write(line + "\n")
+        known = find_known_warning(line)
+        if known is not None and known.pattern not in self._explained:
+            self._explained.add(known.pattern)
+            self._log.write(f"    (known, no action needed: {known.meaning})\n")
+
+    def _quiet_warnings(self) -> None:
+        """Send warnings and library log records to the log; they are not errors."""
+        saved = warnings.showwarning
+
+        def to_log(
+            message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any
+        ) -> None:
+            self._note(warnings.formatwarning(message, category, filename, lineno).rstrip("\n"))
+
+        warnings.showwarning = to_log
+        self._stack.callback(setattr, warnings, "showwarning", saved)
+
+        root = logging.getLogger()
+        handlers = root.handlers[:]
+        root.handlers[:] = [_Handler(self._note)]
+        self._stack.callback(root.handlers.__setitem__, slice(None), handlers)
+
+
+class _Handler(logging.Handler):
+    """Hands log records on as lines."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(self.format(record))
+
+
+class _Splitter:
+    """A text stream that notes each complete line, and shows the ones to be read."""
+
+    def __init__(self, screen: TextIO, note: Callable[[str], None]) -> None:
+        self._screen = screen
+        self._note = note
+        self._pending = ""
+
+    def write(self, text: str) -> int:
+        self._pending += text
+        *lines, self._pending = self._pending.split("\n")
+        for line in lines:
+            self._note(line)
+            if _SHOWN.match(line):
+                self._screen.write(line + "\n")
+                self._screen.flush()
+        return len(text)
+
+    def close(self) -> None:
+        """Write what was printed without an end of line."""
+        if self._pending:
+            self.write("\n")
+
+    def flush(self) -> None:
+        """Nothing waits here but the beginning of a line, which stays until its end comes."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._screen.fileno()

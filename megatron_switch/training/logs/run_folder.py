@@ -1,0 +1,287 @@
+"""One folder holds everything of a run, and says how to go on with it.
+
+    checkpoints/      Megatron's checkpoints            metrics.jsonl   one line an iteration
+    tensorboard/      TensorBoard events                ranks.csv       where each rank stands
+    log/              everything Megatron printed       run.json        what this run is
+                                                        resume.sh       continues it
+
+A folder belongs to one run: what the run is made of (data, seed, model) is compared with the
+``run.json`` found there, and a folder of another run, or of something else, is refused. Layout,
+schedule and logging may change from start to start; what a checkpoint permits is checked when it is
+loaded.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Collection
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from megatron_switch import __version__
+from megatron_switch.checkpoint.load.files import CHECKPOINTS, has_checkpoint
+from megatron_switch.errors import ConfigError
+from megatron_switch.utils.atomic_file import renamed_into_place
+
+SCHEMA = "megatron-switch/run/1"
+COMMAND_VARIABLE = "MEGATRON_SWITCH_COMMAND"
+"""Environment variable in which a launcher leaves its own command line for ``resume.sh``."""
+
+_IDENTITY = (
+    "seed",
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "split",
+    "mock_data",
+    "tokenizer_type",
+    "tokenizer_model",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_experts",
+    "seq_length",
+)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)  # what some network file systems answer
+_OWN_NAMES = frozenset(
+    {
+        "checkpoints",
+        "launch",
+        "tensorboard",
+        "log",
+        "metrics.jsonl",
+        "ranks.csv",
+    }  # launch: scripts'
+)
+_SAVE_INTERVAL = 1000
+_PACKAGES = ("megatron-core", "torch", "transformer-engine", "apex", "triton", "numpy")
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: The folder; created where it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / CHECKPOINTS
+        self.tensorboard = path / "tensorboard"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "log"
+        self.rank_table = path / "ranks.csv"
+        self._run = path / "run.json"
+        self._resume = path / "resume.sh"
+        self._lock: IO[str] | None = None
+
+    def apply(self, args: Namespace, explicit: Collection[str]) -> tuple[str, ...]:
+        """Point the flags that were not given at this folder.
+
+        What the run has saved is loaded, so that the same command starts and continues, also where
+        the start is another run's checkpoint (``--load`` with ``--finetune``).
+
+        Args:
+            args: Parsed arguments, changed in place.
+            explicit: Attributes whose flag stood on the command line.
+
+        Returns:
+            What the user should know.
+        """
+        places: dict[str, object] = {
+            "save": str(self.checkpoints),
+            "tensorboard_dir": str(self.tensorboard),
+            "switch_metrics_file": str(self.metrics),
+        }
+        if args.save_interval is None:
+            places["save_interval"] = _SAVE_INTERVAL
+        for name, place in places.items():
+            if name not in explicit:
+                setattr(args, name, place)
+        if args.load == args.save or not has_checkpoint(Path(args.save)):
+            return ()
+        started_from = args.load
+        args.load = args.save
+        if started_from is None:
+            return ()
+        args.finetune, args.ckpt_step = False, None
+        return (f"Continuing from {args.save}; --load {started_from} was where this run began.",)
+
+    def refuse_strangers(self) -> None:
+        """Make sure, before anything is written into it, that the folder is meant for runs.
+
+        Raises:
+            ConfigError: It holds files that no run writes, or is a file.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"--switch-run-dir {self.path} is a file. Give a folder.")
+        names = {each.name for each in self.path.iterdir()} if self.path.exists() else set()
+        if self._run.name in names:
+            return
+        # Other ranks may be a moment ahead and write already, at first under hidden names.
+        strangers = sorted(n for n in names - _OWN_NAMES if not n.startswith("."))
+        if strangers:
+            raise ConfigError(
+                f"--switch-run-dir {self.path} is not empty and holds no run.json: it has "
+                f"{', '.join(strangers[:5])}. Give a new folder, or that of a run to continue."
+            )
+
+    def hold(self) -> None:
+        """Keep every other run out of the folder, if it exists, until this process ends.
+
+        Raises:
+            ConfigError: Another process trains in it.
+        """
+        if self._lock is not None or not self.path.exists():
+            return
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"Another process is training in --switch-run-dir {self.path}, and two would write "
+                "over each other's checkpoints. Wait for it, or give another folder."
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def claim(self, args: Namespace) -> None:
+        """Make sure that the folder is this run's, or nobody's yet.
+
+        Args:
+            args: Validated arguments.
+
+        Raises:
+            ConfigError: It holds another run, or a ``run.json`` that cannot be read.
+        """
+        if self._run.exists():
+            self._compare(args)
+
+    def describe(self, args: Namespace, argv: list[str], device: str) -> None:
+        """Write ``run.json`` and ``resume.sh``."""
+        command = os.environ.get(COMMAND_VARIABLE) or shlex.join(_this_command(argv))
+        record = {
+            "schema": SCHEMA,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "identity": _identity(args),
+            "seed": args.seed,
+            "device": device,
+            "versions": _versions(),
+            "git_commit": _git_commit(),
+            "hardware": _hardware(device),
+            "flags": {name: _plain(value) for name, value in sorted(vars(args).items())},
+        }
+        with renamed_into_place(self._run) as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+        with renamed_into_place(self._resume) as file:
+            file.write(_RESUME.format(folder=shlex.quote(os.getcwd()), command=command))
+        self._resume.chmod(0o755)
+
+    def _compare(self, args: Namespace) -> None:
+        try:
+            found = json.loads(self._run.read_text(encoding="utf-8"))["identity"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self._run} cannot be read as the record of a run ({error!r}). Give another "
+                "--switch-run-dir."
+            ) from error
+        wanted = json.loads(json.dumps(_identity(args)))
+        lines = [
+            f"\n  --{name.replace('_', '-')}: {found.get(name)} there, {value} now"
+            for name, value in wanted.items()
+            if found.get(name) != value
+        ]
+        if lines:
+            raise ConfigError(
+                f"--switch-run-dir {self.path} belongs to another run:{''.join(lines)}\n"
+                "Give another folder, or that run's own flags (its resume.sh has them)."
+            )
+
+
+_RESUME = """\
+#!/usr/bin/env bash
+# Continues this run from its newest checkpoint. More flags may follow. Where torchrun started it on
+# several nodes: run this on each, with PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT set.
+# A run that has finished says so and does nothing.
+# To train longer than was planned: --train-iters N --override-opt_param-scheduler
+set -eu
+cd {folder}
+exec {command} "$@"
+"""
+
+
+def _identity(args: Namespace) -> dict[str, Any]:
+    return {name: _plain(getattr(args, name)) for name in _IDENTITY}
+
+
+def _this_command(argv: list[str]) -> list[str]:
+    """Return how this process would be started again."""
+    train = [sys.executable, "-m", "megatron_switch", "train"]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={local}"]
+        torchrun.append(f"--nnodes={ranks // local}")
+        train = [sys.executable, *torchrun, "-m", "megatron_switch", "train"]
+    return [*train, *argv]
+
+
+def _versions() -> dict[str, str]:
+    found = {"megatron-switch": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # optional, or renamed inside a vendor container
+    return found
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the checkout this package runs from, and whether files were changed.
+
+    None for an installed wheel, which may lie inside a checkout of something else.
+    """
+    try:
+        _git("ls-files", "--error-unmatch", __file__)
+        return _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _hardware(device: str) -> dict[str, Any]:
+    hardware: dict[str, Any] = {"machine": platform.machine(), "cpus": os.cpu_count()}
+    if device == "cuda":
+        hardware["gpu"] = torch.cuda.get_device_name()
+        hardware["gpus"] = torch.cuda.device_count()
+    return hardware
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold: containers and scalars as they are, anything else as text."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

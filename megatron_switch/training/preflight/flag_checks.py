@@ -1,0 +1,301 @@
+"""Checks of a command line that need several flags, before anything is built."""
+
+from argparse import Namespace
+from collections.abc import Collection
+from typing import Literal
+
+import psutil
+import torch
+from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
+
+from megatron_switch.config import SwitchConfig
+from megatron_switch.errors import ConfigError
+from megatron_switch.flags.megatron_moe import check_megatron_flags, ignored_flags
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
+from megatron_switch.layout.validation import ModelShape, validate_layout, virtual_stages
+from megatron_switch.models.gpt import check_layer_pattern
+from megatron_switch.moe.capacity import expert_capacity
+from megatron_switch.training.arguments.parser import CommandLine
+from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs
+from megatron_switch.training.logs.banner import has_uneven_stages
+from megatron_switch.training.preflight.data_checks import check_data_flags
+from megatron_switch.upstream.version import check_version
+
+_REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "micro_batch_size",
+)
+_ALSO_DENSE = (
+    "arch",
+    "activation",
+    "device",
+    "nodes_per_leaf",
+    "run_dir",
+    "metrics_file",
+    "metrics_interval",
+    "model",
+    "recipe",
+    "span_density",
+    "span_length",
+)
+_SPAN_FLAGS = ("switch_span_density", "switch_span_length")
+_OWN_OPTIMIZERS = ("adam", "sgd")
+_T5_FLAGS = ("switch_activation", "switch_decoder_layer_freq", *_SPAN_FLAGS)
+_ROUNDING_FLAGS = ("switch_min_capacity", "switch_capacity_rounding")
+_FACTOR_FLAGS = ("moe_expert_capacity_factor", "switch_eval_capacity_factor", *_ROUNDING_FLAGS)
+_DROP_FLAGS = ("switch_drop_order", *_ROUNDING_FLAGS)
+_EXCESS = 4  # a buffer this many times larger than the memory is a slip of the pen
+
+
+def check_before_megatron(
+    line: CommandLine, switch: SwitchConfig, device: Literal["cuda", "cpu"]
+) -> tuple[str, ...]:
+    """Refuse what cannot work, and return what is worth a line on the screen.
+
+    Raises:
+        ConfigError: A flag or combination that cannot work.
+        DataError: No training data, or no tokenizer.
+        UpstreamError: Another Megatron-Core is installed than this code was checked against.
+    """
+    check_version()
+    args = line.args
+    check_data_flags(args)
+    _check_required(args)
+    _check_batch_growth(args)
+    _check_model(args)
+    _check_savings(args)
+    _check_optimizer(args)
+    if args.switch_arch == "t5":
+        check_t5(args)
+    ignored = ignored_switch_flags(args, switch, line.explicit)
+    notes = []
+    if args.save_interval is not None and args.save is None:
+        notes.append("--save-interval has no effect: there is no --save and no --switch-run-dir.")
+    if args.num_experts:
+        notes += _check_nonfinite(args, switch)
+        check_megatron_flags(args)
+        _check_capacity(args, switch, device)
+        ignored |= ignored_flags(line.explicit)
+        if switch.drop_order == "probability" and not _never_drops(args, switch):
+            notes.append(
+                "--switch-drop-order probability: a later token can take the slot of an earlier "
+                "one, so this decoder sees the future while training."
+            )
+    return (*(f"{flag} has no effect: {why}" for flag, why in ignored.items()), *notes)
+
+
+def ignored_switch_flags(
+    args: Namespace, switch: SwitchConfig, explicit: Collection[str]
+) -> dict[str, str]:
+    """Return the flags that were given although another one makes them idle, with the reason.
+
+    Args:
+        args: Parsed arguments.
+        switch: Switch settings, resolved.
+        explicit: Attributes whose flag stood on the command line.
+    """
+    idle: dict[str, str] = {}
+    if args.switch_arch != "t5":
+        idle |= dict.fromkeys(_T5_FLAGS, "it is for --switch-arch t5.")
+    elif reads_pairs(args):
+        idle |= dict.fromkeys(_SPAN_FLAGS, "the data are pairs of texts.")
+    if not args.num_experts:
+        reason = "without --num-experts every layer is dense."
+        kept = {"switch_" + name for name in _ALSO_DENSE}
+        names = [n for n in explicit if n.startswith("switch_") and n not in kept]
+        idle = {name: why for name, why in idle.items() if name in explicit}
+        return {_flag(name): idle.get(name, reason) for name in sorted({*names, *idle})}
+    if switch.capacity is not None:
+        idle |= dict.fromkeys(_FACTOR_FLAGS, f"--switch-capacity {switch.capacity} is absolute.")
+    elif _never_drops(args, switch):
+        idle |= dict.fromkeys(_DROP_FLAGS, "both capacity factors are negative: no drops.")
+    if not (args.switch_metrics_file or args.switch_run_dir or args.tensorboard_dir):
+        idle["switch_metrics_interval"] = (
+            "there is no --switch-metrics-file, --switch-run-dir or --tensorboard-dir."
+        )
+    return {_flag(name): reason for name, reason in idle.items() if name in explicit}
+
+
+def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
+    """Return the rank grid, if it fits model and batch.
+
+    Raises:
+        LayoutError: With both grids and the nearest legal settings.
+    """
+    sizes = Sizes(
+        world_size=args.world_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
+        vp=_virtual_stages(args),
+        order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+    )
+    shape = ModelShape(
+        num_experts=args.num_experts or None,
+        num_layers=None if has_uneven_stages(args) else args.num_layers,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        ffn_hidden_size=args.ffn_hidden_size,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        add_bias_linear=args.add_bias_linear,
+        seq_length=args.seq_length,
+        sequence_parallel=args.sequence_parallel,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        chunk_group=args.microbatch_group_size_per_vp_stage,
+        overlap_p2p=args.overlap_p2p_comm,
+        capacity_group=switch.capacity_group,
+    )
+    return validate_layout(sizes, shape)
+
+
+def _check_required(args: Namespace) -> None:
+    missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
+    if not args.skip_train:
+        missing += [] if args.lr is not None else ["--lr"]
+        missing += [] if args.train_iters or args.train_samples else ["--train-iters"]
+    if missing:
+        raise ConfigError(
+            f"A model and its training need more flags than were given: {', '.join(missing)}. Add "
+            "them, or name a JSON file that holds the model's with --switch-model."
+        )
+    if args.save is not None and args.save_interval is None:
+        raise ConfigError(
+            f"--save {args.save} says where checkpoints go, but not how often one is written. Add "
+            "--save-interval with a number of iterations."
+        )
+
+
+def _check_batch_growth(args: Namespace) -> None:
+    """Refuse a flag that Megatron 0.19.2 reads and leaves without effect."""
+    if args.rampup_batch_size is not None:
+        words = " ".join(map(str, args.rampup_batch_size))
+        raise ConfigError(
+            f"Megatron no longer grows the batch by --rampup-batch-size, got {words}: every batch "
+            "would be of full size. Use --step-batch-size-schedule."
+        )
+
+
+def _check_model(args: Namespace) -> None:
+    """Refuse what Megatron finds out only when a tensor has the wrong shape."""
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.group_query_attention and heads % groups:
+        raise ConfigError(
+            f"Query groups share the attention heads evenly, but --num-attention-heads is {heads} "
+            f"and --num-query-groups {groups}. Change either."
+        )
+    if args.swiglu and args.ffn_hidden_size is None and args.hidden_size < 24:
+        raise ConfigError(
+            "With --swiglu the MLP is 8/3 of --hidden-size wide, rounded down to a multiple of 64: "
+            f"nothing for {args.hidden_size}. Give --ffn-hidden-size."
+        )
+    if args.num_experts:
+        check_layer_pattern(
+            args.moe_layer_freq,
+            args.num_layers,
+            flag="--moe-layer-freq",
+            depth_flag="--num-layers",
+        )
+
+
+def _check_savings(args: Namespace) -> None:
+    """Refuse a way to save memory that breaks while the model is built."""
+    stages = args.pipeline_model_parallel_size
+    if args.use_megatron_fsdp and stages > 1:
+        raise ConfigError(
+            "Megatron-FSDP knows no pipeline stages: its mesh of ranks has axes for data and "
+            "tensor parallelism only, got --use-megatron-fsdp and "
+            f"--pipeline-model-parallel-size {stages}. Give 1, or keep "
+            "--use-distributed-optimizer alone."
+        )
+    if args.use_megatron_fsdp and args.optimizer_cpu_offload:
+        raise ConfigError(
+            "Megatron's offloading optimizer cannot copy the gradients of Megatron-FSDP, which are "
+            "cut, to the host: got --use-megatron-fsdp and --optimizer-cpu-offload. Leave either "
+            "out; --use-distributed-optimizer goes with the second."
+        )
+
+
+def _check_optimizer(args: Namespace) -> None:
+    """Refuse an optimizer of a package that Megatron looks for when the model has been built."""
+    if args.optimizer not in _OWN_OPTIMIZERS and not HAVE_EMERGING_OPTIMIZERS:
+        raise ConfigError(
+            f"--optimizer {args.optimizer} is part of the package emerging-optimizers, which does "
+            "not import here. Install it (pip install emerging-optimizers), or use --optimizer "
+            "adam."
+        )
+
+
+def _flag(attribute: str) -> str:
+    return "--" + attribute.replace("_", "-")
+
+
+def _never_drops(args: Namespace, switch: SwitchConfig) -> bool:
+    factors = (args.moe_expert_capacity_factor, switch.eval_capacity_factor)
+    return switch.capacity is None and all(factor is None or factor < 0 for factor in factors)
+
+
+def _check_nonfinite(args: Namespace, switch: SwitchConfig) -> list[str]:
+    """Return what is to be said of ``--switch-nonfinite`` where whole iterations are captured."""
+    if args.cuda_graph_impl != "full_iteration" or switch.nonfinite == "ignore":
+        return []
+    if switch.nonfinite == "skip":
+        raise ConfigError(
+            "A step that is captured whole in a CUDA graph cannot be left out: got "
+            "--switch-nonfinite skip and --cuda-graph-impl full_iteration. Change either."
+        )
+    return [
+        "Router logits are not looked at in iterations that are captured whole (--cuda-graph-impl "
+        "full_iteration); this is --switch-nonfinite ignore."
+    ]
+
+
+def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> None:
+    if args.moe_expert_capacity_factor == 0:
+        raise ConfigError(
+            "A capacity factor of 0 would drop every token, got --moe-expert-capacity-factor 0. "
+            "Give a positive factor, or a negative one to drop no token."
+        )
+    if switch.dispatch != "padded":
+        return  # packed buffers hold tokens that exist, whatever the capacity
+    tokens = args.micro_batch_size * max(args.seq_length, args.decoder_seq_length or 0)
+    capacity = switch.capacity or expert_capacity(
+        tokens,
+        args.num_experts,
+        max(args.moe_expert_capacity_factor, switch.eval_capacity_factor),
+        min_capacity=switch.min_capacity,
+        rounding=switch.capacity_rounding,
+    )
+    width = 2 if args.bf16 or args.fp16 else 4
+    needed = capacity * args.num_experts * args.hidden_size * width
+    shards = args.tensor_model_parallel_size * args.context_parallel_size
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if device == "cuda"
+        else psutil.virtual_memory().total
+    )
+    if needed // shards > _EXCESS * memory:
+        raise ConfigError(
+            f"One padded expert buffer would be {needed / shards / 2**30:.0f} GiB: "
+            f"{args.num_experts} experts x {capacity} slots x {args.hidden_size} elements of "
+            f"{width} bytes over {shards} ranks; this device has {memory / 2**30:.0f} GiB. Lower "
+            "--moe-expert-capacity-factor, --switch-capacity or --micro-batch-size."
+        )
+
+
+def _virtual_stages(args: Namespace) -> int | None:
+    stages: int | None = args.num_virtual_stages_per_pipeline_rank
+    if stages is None and args.num_layers_per_virtual_pipeline_stage and args.num_layers:
+        stages = virtual_stages(
+            args.num_layers,
+            args.pipeline_model_parallel_size,
+            args.num_layers_per_virtual_pipeline_stage,
+        )
+    return stages

@@ -1,0 +1,1 @@
+"""The border to Megatron-Core: supported version, patches, process groups under our names."""

@@ -1,0 +1,1 @@
+"""Helpers without knowledge of models: files, help texts, progress. No torch."""

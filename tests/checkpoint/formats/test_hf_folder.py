@@ -1,0 +1,151 @@
+"""A folder is taken as what its index says, and nothing in it is executed."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_switch.checkpoint.formats.hf_folder import (
+    HuggingFaceSource,
+    copy_tokenizer,
+    read_json,
+    write_json,
+    write_weights,
+)
+from megatron_switch.checkpoint.formats.safetensors_file import Group
+from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.errors import CheckpointError
+
+A, B = torch.arange(6.0).reshape(2, 3), torch.ones(4)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """Two files and their index."""
+    save_file({"a": A}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": B}, tmp_path / "model-00002-of-00002.safetensors")
+    index = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": index})
+    return tmp_path
+
+
+def test_several_files_are_one_source(sharded):
+    source = HuggingFaceSource(sharded)
+    assert torch.equal(source.read("a"), A)
+    assert torch.equal(source.read("b", Box((1,), (2,))), B[1:3])
+
+
+def test_an_absent_file_is_named(sharded):
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"2 files, of which 1 are missing: model-00002-of"):
+        HuggingFaceSource(sharded)
+
+
+def test_an_index_of_other_files_is_refused(sharded):
+    index = read_json(sharded / "model.safetensors.index.json")["weight_map"]
+    path = sharded / "model.safetensors.index.json"
+    write_json(path, {"weight_map": {**index, "c": index["a"]}})
+    with pytest.raises(CheckpointError, match=r"names tensors that are not in those files: c in"):
+        HuggingFaceSource(sharded)
+    save_file({"a": A, "d": B}, sharded / index["a"])
+    write_json(path, {"weight_map": index})
+    with pytest.raises(CheckpointError, match=r"does not name tensors that its files hold: d"):
+        HuggingFaceSource(sharded)
+    save_file({"a": A, "b": B}, sharded / index["a"])
+    with pytest.raises(CheckpointError, match=r"b stands in .*00001.* and in .*00002"):
+        HuggingFaceSource(sharded)
+    write_json(path, {"weight_map": {"a": "../elsewhere.safetensors"}})
+    with pytest.raises(CheckpointError, match="points outside of its folder"):
+        HuggingFaceSource(sharded)
+    write_json(path, {})
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        HuggingFaceSource(sharded)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        HuggingFaceSource(tmp_path)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        HuggingFaceSource(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_weights_that_torch_saved_are_read(tmp_path, zipped):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": A, "b": B}, path, _use_new_zipfile_serialization=zipped)
+    source = HuggingFaceSource(tmp_path)
+    assert torch.equal(source.read("a"), A)
+    assert torch.equal(source.read("a", Box((1, 0), (1, 2))), A[1:, :2])
+
+
+class _Trap:
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda v, p: p.write_bytes(pickle.dumps(v))])
+def test_code_in_weights_is_refused_and_not_run(tmp_path, save):
+    save({"a": _Trap(tmp_path / "executed")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="Nothing in it was executed") as error:
+        HuggingFaceSource(tmp_path)
+    assert not (tmp_path / "executed").exists()
+    assert "weights_only" not in str(error.value)  # torch's advice is to execute it
+
+
+def test_a_file_of_torch_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"read as plain tensors \(EOFError\)\. "):
+        HuggingFaceSource(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": {"b": B}},
+        {1: B},
+        [B],
+        {"a": torch.eye(2).to_sparse()},
+        {"a": torch.ones(2, device="meta")},
+    ],
+)
+def test_other_things_than_dense_tensors_are_refused(tmp_path, content):
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="expected to hold dense tensors by name"):
+        HuggingFaceSource(tmp_path)
+
+
+def test_files_are_divided_where_they_grow_too_large(tmp_path):
+    groups = [
+        Group((name,), ((2, 3),), torch.float32, lambda n=number: (A + n,))
+        for number, name in enumerate("abcde")
+    ]
+    write_weights(tmp_path, groups, shard_bytes=50)
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert names == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert load_file(tmp_path / names[1]).keys() == {"c", "d"}
+    source = HuggingFaceSource(tmp_path)
+    assert all(torch.equal(source.read(n), A + i) for i, n in enumerate("abcde"))
+    index = read_json(tmp_path / "model.safetensors.index.json")
+    assert index["metadata"]["total_size"] == 5 * 24
+
+
+def test_broken_json_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="expected to hold a JSON object"):
+        read_json(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_json(tmp_path / "config.json")
+
+
+def test_only_a_tokenizers_files_are_copied(tmp_path):
+    (tmp_path / "from").mkdir()
+    for name in ("tokenizer.json", "spiece.model", "model.safetensors"):
+        (tmp_path / "from" / name).write_text(name)
+    assert copy_tokenizer(tmp_path / "from", tmp_path / "to") == ("tokenizer.json", "spiece.model")
+    assert not (tmp_path / "to" / "model.safetensors").exists()

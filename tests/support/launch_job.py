@@ -1,0 +1,17 @@
+"""A launch of 4 nodes, as the tests of scripts and environments change it."""
+
+from megatron_switch.launch.job import Job
+from megatron_switch.planner.hardware.cluster import load_hardware
+
+MODEL = ("--num-experts", "64", "--num-attention-heads", "8", "--data-path", "corpus")
+
+
+def job(*flags: str, **changes: object) -> Job:
+    values: dict[str, object] = {
+        "name": "switch",
+        "nodes": 4,
+        "hardware": load_hardware("h100-80gb-ndr"),
+        "flags": (*MODEL, *flags),
+        "run_dir": "runs/one",
+    }
+    return Job(**{**values, **changes})

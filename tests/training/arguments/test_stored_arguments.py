@@ -1,0 +1,145 @@
+"""What is taken from a checkpoint: all of the model, and nothing of how it was trained."""
+
+from argparse import Namespace
+from dataclasses import fields
+
+import pytest
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+)
+
+from megatron_switch.training.arguments import stored_arguments
+from megatron_switch.training.arguments.defaults import fill_defaults
+from megatron_switch.training.arguments.parser import parse_command_line
+from megatron_switch.training.arguments.stored_arguments import (
+    model_attributes,
+    tokenizer_attributes,
+    with_stored_model,
+)
+from megatron_switch.training.loop.global_state import validate
+
+TRANSFORMER = {field.name for field in fields(TransformerConfig)}
+PARALLEL = {field.name for field in fields(ModelParallelConfig)}
+ELSEWHERE = {
+    # device, kernels and layout
+    "bias_gelu_fusion",
+    "bias_swiglu_fusion",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "fp4_param_gather",
+    "fp8_param_gather",
+    "no_persist_layer_norm",
+    "te_precision_config_file",
+    # where weights come from when they are not read
+    "init_method_xavier_uniform",
+    "seed",
+    # follow from others
+    "padded_vocab_size",
+    "params_dtype",
+    # of another kind of model, or refused
+    "fp16_lm_cross_entropy",
+    "heterogeneous_layers_config_path",
+    "hybrid_layer_pattern",
+    "kitchen_config_file",
+    "kitchen_recipe_number",
+    "spec",
+}
+"""What Megatron reads to build a model besides, and why it is not taken."""
+
+
+class Noting(Namespace):
+    """A namespace that notes which of its attributes were asked for."""
+
+    asked: set[str] = set()  # noqa: RUF012
+
+    def __getattribute__(self, name):
+        if not name.startswith("__"):
+            Noting.asked.add(name)
+        return super().__getattribute__(name)
+
+
+def test_everything_that_builds_a_model_is_taken_or_known_not_to_be(sparse_line):
+    line = sparse_line("--swiglu --group-query-attention --num-query-groups 2")
+    fill_defaults(line, "cpu")
+    validate(line.args)
+    line.args.padded_vocab_size = 1024
+    args = Noting(**vars(line.args))
+    Noting.asked.clear()
+    gpt_config_from_args(args, core_transformer_config_from_args(args))
+    known = model_attributes() | PARALLEL | TRANSFORMER | ELSEWHERE
+    assert Noting.asked - known == set()
+
+
+def test_no_name_is_stale():
+    flags = set(vars(parse_command_line([]).args))
+    assert stored_arguments._NOT_THE_MODEL <= TRANSFORMER
+    assert flags >= stored_arguments._ALSO_THE_MODEL
+    assert flags >= tokenizer_attributes()
+    for prefix in stored_arguments._NOT_THE_MODEL_PREFIXES:
+        assert [name for name in TRANSFORMER if name.startswith(prefix)], prefix
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_layers",
+        "kv_channels",
+        "layernorm_epsilon",
+        "window_size",
+        "qk_layernorm",
+        "moe_layer_freq",
+        "num_experts",
+        "rotary_base",
+        "seq_length",
+        "bf16",
+        "switch_min_capacity",
+        "switch_capacity_group",
+    ],
+)
+def test_settings_of_the_model_are_taken(name):
+    assert name in model_attributes()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor_model_parallel_size",
+        "expert_model_parallel_size",
+        "sequence_parallel",
+        "transformer_impl",
+        "attention_backend",
+        "recompute_granularity",
+        "fp8_recipe",
+        "config_logger_dir",
+        "moe_pad_expert_input_to_capacity",
+        "switch_dispatch",
+        "switch_device",
+        "switch_run_dir",
+    ],
+)
+def test_how_it_was_trained_is_not_taken(name):
+    assert name not in model_attributes()
+
+
+def test_an_explicit_flag_wins_and_what_was_taken_keeps_defaults_away():
+    stored = Namespace(
+        num_layers=4,
+        num_experts=8,
+        moe_layer_freq=[0, 0, 1, 1],
+        seq_length=64,
+        tokenizer_model="there.model",
+        tensor_model_parallel_size=2,
+        lr=1.0,
+    )
+    line = parse_command_line(["--seq-length", "16"])
+    taken = with_stored_model(line, stored)
+    fill_defaults(taken, "cpu")
+    args = taken.args
+    assert (args.num_layers, args.num_experts, args.moe_layer_freq) == (4, 8, [0, 0, 1, 1])
+    assert (args.seq_length, args.tokenizer_model) == (16, "there.model")
+    assert (args.tensor_model_parallel_size, args.lr) == (1, None)
+    assert "moe_layer_freq" in taken.explicit
+    assert "moe_layer_freq" not in line.explicit

@@ -1,0 +1,243 @@
+"""Records of iterations and evaluations: what they hold, when they come, what resuming drops."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_switch.moe.metrics.routing_counts import LADDER, RoutingReport
+from megatron_switch.training.logs.metrics_file import SCHEMA, MetricsFile, StepWriter
+
+NUM_EXPERTS = 4
+BATCH_SIZE, LENGTH = 8, 16
+SECONDS = 2.0
+ROUTING = {
+    "load_balancing_loss": 1.5,
+    "z_loss": 3.0,
+    "dropped_fraction": 0.25,
+    "expert_load_max_over_mean": 2.0,
+    "experts_below_half": 2.0,
+    "dead_experts": 1.0,
+}
+"""What the report below amounts to: means over layers of losses and drops, the worst load."""
+
+
+@pytest.fixture
+def report():
+    return RoutingReport(
+        layer_numbers=(2, 4),
+        balance_loss_L=torch.tensor([1.0, 2.0]),
+        z_loss_L=torch.tensor([2.0, 4.0]),
+        tokens_L=torch.tensor([32.0, 32.0]),
+        dropped_L=torch.tensor([0.0, 0.5]),
+        ladder_LF=torch.zeros(2, len(LADDER)),
+        load_LE=torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.4, 0.1, 0.0]]),
+    )
+
+
+class Scalars(SimpleNamespace):
+    """A TensorBoard writer that remembers."""
+
+    def __init__(self):
+        super().__init__(seen={}, flushed=False)
+
+    def add_scalar(self, tag, value, step, *_, **__):
+        self.seen[tag, step] = value
+
+    def flush(self):
+        self.flushed = True
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "new" / "metrics.jsonl"
+
+
+def new_writer(path, tensorboard=None, array_interval=10):
+    ticks = iter(range(1, 100))
+    return StepWriter(
+        tensorboard,
+        None if path is None else MetricsFile(path),
+        sequence_length=LENGTH,
+        array_interval=array_interval,
+        clock=lambda: next(ticks) * SECONDS,
+    )
+
+
+def log(writer, step, loss=5.0, norm=1.0):
+    """Write what Megatron writes in one iteration, in its order."""
+    writer.add_scalar("learning-rate", 1e-3, step)
+    writer.add_scalar("learning-rate vs samples", 1e-3, step * BATCH_SIZE)
+    writer.add_scalar("batch-size", BATCH_SIZE, step)
+    writer.add_scalar("lm loss", torch.tensor(loss), step)
+    writer.add_scalar("lm loss vs samples", loss, step * BATCH_SIZE)
+    if norm is not None:
+        writer.add_scalar("grad-norm", norm, step)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_record_an_iteration_with_every_value(path, report):
+    writer = new_writer(path)
+    for step in (1, 2):
+        log(writer, step, loss=6.0 - step)
+        writer.add_routing(report, step)
+    expected = {
+        "schema": SCHEMA,
+        "iteration": 2,
+        "kind": "train",
+        "lm_loss": 4.0,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "tokens_per_second": BATCH_SIZE * LENGTH / SECONDS,
+        **ROUTING,
+    }
+    records = read(path)
+    assert records[1] == expected
+    assert [record["iteration"] for record in records] == [1, 2]
+    assert list(records[0])[:3] == ["schema", "iteration", "kind"]
+
+
+def test_arrays_come_at_the_interval(path, report):
+    writer = new_writer(path, array_interval=2)
+    for step in (1, 2, 3, 4):
+        log(writer, step)
+        writer.add_routing(report, step)
+    records = read(path)
+    assert [r["iteration"] for r in records if "expert_load" in r] == [2, 4]
+    arrays = records[1]
+    assert arrays["layers"] == [2, 4]
+    assert arrays["dropped_by_layer"] == [0.0, 0.5]
+    assert arrays["load_balancing_loss_by_layer"] == [1.0, 2.0]
+    assert arrays["expert_load_max_over_mean_by_layer"] == pytest.approx([1.0, 2.0])
+    assert torch.tensor(arrays["expert_load"]).shape == (2, NUM_EXPERTS)
+
+
+def test_a_dense_iteration_is_written_when_the_next_begins_or_the_run_ends(path):
+    writer = new_writer(path)
+    log(writer, 1)
+    assert not path.exists()
+    log(writer, 2)
+    assert [record["iteration"] for record in read(path)] == [1]
+    writer.finish_iteration()
+    writer.finish_iteration()
+    records = read(path)
+    assert [record["iteration"] for record in records] == [1, 2]
+    assert [record["tokens_per_second"] for record in records] == [64.0, 64.0]
+    assert "dropped_fraction" not in records[0]
+
+
+def test_what_is_not_finite_or_not_known_is_null(path, report):
+    writer = new_writer(path)
+    log(writer, 1, loss=float("nan"), norm=float("inf"))
+    writer.add_routing(report, 1)
+    log(writer, 2, norm=None)
+    writer.finish_iteration()
+    first, second = read(path)
+    assert (first["lm_loss"], first["grad_norm"], second["grad_norm"]) == (None, None, None)
+    assert "NaN" not in path.read_text()
+
+
+def test_iterations_that_tensorboard_does_not_log_have_no_record(path, report):
+    writer = new_writer(path)
+    for step in range(1, 7):
+        if step % 3 == 0:
+            log(writer, step)
+        writer.add_routing(report, step)
+    records = read(path)
+    assert [record["iteration"] for record in records] == [3, 6]
+    assert records[1]["tokens_per_second"] == 3 * BATCH_SIZE * LENGTH / SECONDS
+
+
+def test_evaluations_have_records_of_their_own(path, report):
+    writer = new_writer(path, Scalars())
+    log(writer, 1)
+    writer.add_scalar("lm loss validation", 4.0, 1)
+    writer.add_scalar("lm loss validation vs samples", 9.0, 1)
+    logged = writer.add_evaluation(report, "validation", 1)
+    writer.add_scalar("lm loss validation", 3.0, 1)
+    writer.add_evaluation(None, "test", 1)
+    writer.add_evaluation(None, "test", 1)
+    train, validation, test, unknown = read(path)
+    assert train["kind"] == "train"
+    assert validation == {
+        "schema": SCHEMA,
+        "iteration": 1,
+        "kind": "validation",
+        "lm_loss": 4.0,
+        **ROUTING,
+    }
+    assert test == {"schema": SCHEMA, "iteration": 1, "kind": "test", "lm_loss": 3.0}
+    assert unknown["lm_loss"] is None  # a loss is never taken for that of another evaluation
+    assert logged == {f"{name} validation": value for name, value in ROUTING.items()}
+
+
+def test_several_validation_sets_keep_their_names(path):
+    writer = new_writer(path)
+    for name in ("-code", "-0"):
+        writer.add_scalar(f"lm loss validation{name}", 4.0, 1)
+        writer.add_evaluation(None, "validation", 1)
+    assert [record["kind"] for record in read(path)] == ["validation-code", "validation-0"]
+
+
+def test_tensorboard_sees_everything(report):
+    tensorboard = Scalars()
+    writer = new_writer(None, tensorboard)
+    log(writer, 1)
+    writer.add_evaluation(report, "test", 1)
+    writer.flush()
+    assert tensorboard.seen["learning-rate", 1] == 1e-3
+    assert tensorboard.seen["dropped_fraction test", 1] == 0.25
+    assert tensorboard.flushed
+
+
+def test_without_tensorboard_its_methods_do_nothing(path):
+    writer = new_writer(path)
+    writer.flush()
+    writer.add_text("name", "text")
+    with pytest.raises(AttributeError):
+        writer.__deepcopy__  # noqa: B018  # copying must not find a method that does nothing
+
+
+def resumed(path, step, *, evaluation=False):
+    """Write the first record of a run that goes on with an iteration; return all places."""
+    writer = new_writer(path)
+    if evaluation:
+        writer.add_evaluation(None, "validation", step)
+    else:
+        log(writer, step)
+        writer.finish_iteration()
+    return [(record["iteration"], record["kind"]) for record in read(path)]
+
+
+@pytest.fixture
+def interrupted(path):
+    """Leave the file of a run that was killed while it wrote."""
+    writer = new_writer(path)
+    for step in (1, 2, 3):
+        log(writer, step)
+        writer.add_evaluation(None, "validation", step)
+    with path.open("a") as file:
+        file.write('{"schema": "megatron')
+    return path
+
+
+def test_resuming_drops_what_is_computed_again(interrupted):
+    assert resumed(interrupted, 3) == [
+        (1, "train"),
+        (1, "validation"),
+        (2, "train"),
+        (2, "validation"),
+        (3, "train"),
+    ]
+
+
+def test_resuming_at_the_end_drops_a_torn_line_only(interrupted):
+    assert resumed(interrupted, 4)[-2:] == [(3, "validation"), (4, "train")]
+
+
+def test_evaluating_a_finished_run_again_keeps_its_last_iteration(interrupted):
+    assert resumed(interrupted, 3, evaluation=True)[-2:] == [(3, "train"), (3, "validation")]

@@ -1,0 +1,248 @@
+"""A run folder belongs to one run, says what that run is, and continues it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_switch import __version__
+from megatron_switch.errors import ConfigError
+from megatron_switch.testing.checkpoints import save_checkpoint
+from megatron_switch.training.arguments.parser import parse_command_line
+from megatron_switch.training.logs import run_folder
+from megatron_switch.training.logs.run_folder import COMMAND_VARIABLE, SCHEMA, RunFolder
+
+
+def arguments(**changes):
+    values = {
+        "seed": 1234,
+        "data_path": ["text"],
+        "train_data_path": None,
+        "valid_data_path": None,
+        "test_data_path": None,
+        "data_args_path": None,
+        "per_split_data_args_path": None,
+        "split": "98,1,1",
+        "mock_data": False,
+        "tokenizer_type": "SentencePieceTokenizer",
+        "tokenizer_model": "tokenizer.model",
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "seq_length": 16,
+        "params_dtype": torch.bfloat16,
+        "save": None,
+        "save_interval": None,
+        "load": None,
+        "finetune": False,
+        "ckpt_step": None,
+        "tensorboard_dir": None,
+        "switch_metrics_file": None,
+    }
+    return Namespace(**{**values, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+def started(folder, **changes):
+    """Start the folder's run, as rank 0 does."""
+    args = arguments(**changes)
+    folder.refuse_strangers()
+    folder.claim(args)
+    folder.path.mkdir(exist_ok=True)
+    folder.describe(args, ["--lr", "1e-3", "--data-path", "my text"], "cpu")
+    return json.loads((folder.path / "run.json").read_text())
+
+
+def a_checkpoint(folder):
+    common = {"iteration": 3, "checkpoint_version": 3.0, "args": Namespace()}
+    save_checkpoint(folder, 3, {"weight": torch.zeros(2)}, common)
+
+
+def test_flags_that_were_not_given_point_into_the_folder(folder):
+    args = arguments()
+    assert folder.apply(args, explicit=()) == ()
+    path = folder.path
+    assert (args.save, args.tensorboard_dir) == (f"{path}/checkpoints", f"{path}/tensorboard")
+    assert args.switch_metrics_file == f"{path}/metrics.jsonl"
+    assert (args.load, args.save_interval) == (None, 1000)
+    assert not path.exists()  # nothing is written before the run is known to be the folder's
+
+
+def test_given_flags_stay(folder):
+    args = arguments(save="elsewhere", tensorboard_dir="boards", save_interval=7)
+    folder.apply(args, explicit={"save", "tensorboard_dir", "save_interval"})
+    assert (args.save, args.tensorboard_dir, args.save_interval) == ("elsewhere", "boards", 7)
+
+
+def test_a_checkpoint_of_the_run_is_loaded(folder):
+    folder.checkpoints.mkdir(parents=True)
+    args = arguments()
+    folder.apply(args, explicit=())
+    assert args.load is None
+    a_checkpoint(folder.checkpoints)
+    assert folder.apply(args, explicit=()) == ()
+    assert args.load == str(folder.checkpoints)
+
+
+def test_a_run_that_began_from_another_checkpoint_continues_from_its_own(folder):
+    flags = {"load": "pretrained", "finetune": True, "ckpt_step": 9}
+    args = arguments(**flags)
+    folder.apply(args, explicit=set(flags))
+    assert (args.load, args.finetune, args.ckpt_step) == ("pretrained", True, 9)
+    a_checkpoint(folder.checkpoints)
+    (note,) = folder.apply(args, explicit=set(flags))
+    assert note.endswith("--load pretrained was where this run began.")
+    assert (args.load, args.finetune, args.ckpt_step) == (str(folder.checkpoints), False, None)
+
+
+@pytest.mark.parametrize("names", [(), ("log", "tensorboard"), (".run.json.x1", "ranks.csv")])
+def test_a_folder_without_a_run_is_taken(folder, names):
+    folder.path.mkdir()
+    for name in names:
+        (folder.path / name).touch()
+    assert started(folder)["schema"] == SCHEMA
+
+
+def test_a_foreign_folder_is_refused_and_left_as_it_is(folder):
+    folder.path.mkdir()
+    for name in ("photos", "thesis.tex", "log"):
+        (folder.path / name).touch()
+    with pytest.raises(ConfigError, match=r"no run\.json: it has photos, thesis\.tex\. Give a new"):
+        folder.refuse_strangers()
+    assert len(list(folder.path.iterdir())) == 3
+
+
+def test_a_file_is_refused(folder):
+    folder.path.touch()
+    with pytest.raises(ConfigError, match=r"--switch-run-dir .*run is a file\. Give a folder"):
+        folder.refuse_strangers()
+
+
+def test_the_same_run_may_start_again(folder):
+    first = started(folder)
+    assert started(folder, params_dtype=torch.float32)["identity"] == first["identity"]
+
+
+def test_another_run_is_refused_with_both_values(folder):
+    before = started(folder)
+    with pytest.raises(ConfigError, match=r"(?s)another run:\n  --seed: 1234 there, 5 now\n"):
+        started(folder, seed=5)
+    message = r"(?s)--data-path: \['text'\] there, \['other'\] now.*--num-experts: 8 there, None"
+    with pytest.raises(ConfigError, match=message):
+        started(folder, data_path=["other"], num_experts=None)
+    assert json.loads((folder.path / "run.json").read_text()) == before
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"identity"'])
+def test_a_record_that_cannot_be_read_is_named(folder, content):
+    folder.path.mkdir()
+    (folder.path / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read as the record of a run"):
+        started(folder)
+
+
+def test_the_record_says_what_the_run_is(folder):
+    record = started(folder)
+    assert record["schema"] == "megatron-switch/run/1"
+    assert record["seed"] == 1234
+    assert record["device"] == "cpu"
+    assert record["flags"]["num_layers"] == 4
+    assert record["flags"]["params_dtype"] == "torch.bfloat16"
+    assert record["versions"]["megatron-switch"] == __version__
+    assert record["versions"]["megatron-core"] == "0.19.2"
+    assert {"python", "torch"} <= set(record["versions"])
+    assert record["hardware"]["cpus"] == os.cpu_count()
+    assert "--data-path 'my text'" in record["command"]
+
+
+def test_the_commit_is_that_of_this_package_only(monkeypatch):
+    asked = []
+    monkeypatch.setattr(run_folder, "_git", lambda *words: asked.append(words[0]) or "abc-dirty")
+    assert run_folder._git_commit() == "abc-dirty"
+    assert asked == ["ls-files", "describe"]  # first whether the checkout knows this file
+
+    def unknown(*words):
+        raise subprocess.CalledProcessError(1, "git")
+
+    monkeypatch.setattr(run_folder, "_git", unknown)
+    assert run_folder._git_commit() is None
+
+
+def resume_words(folder, monkeypatch, tmp_path):
+    """Run resume.sh with a program in Python's place that prints its words."""
+    script = folder.path / "resume.sh"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\npwd\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    text = script.read_text().replace(sys.executable, str(fake))
+    script.write_text(text)
+    done = subprocess.run([str(script), "--exit-interval", "5"], capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+def test_resume_runs_the_same_command_and_takes_more_flags(folder, monkeypatch, tmp_path):
+    started(folder)
+    where, *words = resume_words(folder, monkeypatch, tmp_path)
+    assert where == str(Path.cwd())
+    given = ["--lr", "1e-3", "--data-path", "my text"]
+    assert words == ["-m", "megatron_switch", "train", *given, "--exit-interval", "5"]
+
+
+def test_resume_says_how_to_train_longer_than_was_planned(folder):
+    started(folder)
+    flags = re.search(r"# To train longer .*: (--.*)", (folder.path / "resume.sh").read_text())[1]
+    args = parse_command_line(flags.replace("N", "400").split()).args
+    assert (args.train_iters, args.override_opt_param_scheduler) == (400, True)
+
+
+def test_resume_starts_torchrun_where_torchrun_started_the_run(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    started(folder)
+    _, *words = resume_words(folder, monkeypatch, tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=4", "--nnodes=1"]
+    assert words[:7] == [*torchrun, "-m", "megatron_switch", "train"]
+
+
+def test_resume_starts_the_launcher_that_left_its_command(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv(COMMAND_VARIABLE, f"{sys.executable} launcher -n '2 3'")
+    started(folder)
+    _, *words = resume_words(folder, monkeypatch, tmp_path)
+    assert words == ["launcher", "-n", "2 3", "--exit-interval", "5"]
+
+
+def test_a_folder_that_is_not_there_is_nobodys_and_is_not_made(folder):
+    folder.hold()
+    assert not folder.path.exists()
+
+
+def test_one_process_at_a_time_trains_in_a_folder(folder):
+    folder.path.mkdir()
+    folder.hold()
+    with pytest.raises(
+        ConfigError, match=f"Another process is training in --switch-run-dir {folder.path}"
+    ):
+        RunFolder(folder.path).hold()
+    assert folder._lock is not None
+    folder._lock.close()
+    RunFolder(folder.path).hold()
+
+
+def test_a_held_folder_is_still_nobodys(folder):
+    folder.path.mkdir()
+    folder.hold()
+    folder.refuse_strangers()

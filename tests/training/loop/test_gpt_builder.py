@@ -1,0 +1,82 @@
+"""Where tokens travel packed or padded, which layers are sparse, and what Megatron is told."""
+
+import pytest
+
+from megatron_switch.config import SwitchConfig
+from megatron_switch.errors import ConfigError
+from megatron_switch.training.arguments.defaults import fill_defaults
+from megatron_switch.training.loop.global_state import validate
+from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch, sparse_layers
+
+
+def dispatch(line, device="cuda"):
+    return resolve_dispatch(line.args, SwitchConfig.from_args(line.args), device).dispatch
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "expected"),
+    [
+        ("", "cpu", "packed"),
+        ("", "cuda", "padded"),
+        ("--switch-capacity-group ep", "cuda", "packed"),
+        ("--switch-recipe megatron", "cuda", "packed"),
+        ("--switch-eval-capacity-factor -1", "cuda", "packed"),
+        ("--switch-eval-capacity-factor -1 --switch-capacity 8", "cuda", "padded"),
+        ("--moe-pad-expert-input-to-capacity", "cpu", "padded"),
+        ("--moe-pad-expert-input-to-capacity --switch-dispatch packed", "cpu", "packed"),
+        ("--switch-dispatch padded", "cpu", "padded"),
+        ("--switch-dispatch packed", "cuda", "packed"),
+    ],
+)
+def test_dispatch(sparse_line, flags, device, expected):
+    assert dispatch(sparse_line(flags), device) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--switch-dispatch padded --moe-expert-capacity-factor -1",
+            r"needs a capacity: got --moe-expert-capacity-factor -1\.0 and "
+            r"--switch-eval-capacity-factor 2\.0.*--switch-dispatch packed",
+        ),
+        (
+            "--moe-pad-expert-input-to-capacity --switch-recipe megatron",
+            r"needs a capacity.*--switch-dispatch packed, or positive factors",
+        ),
+        (
+            "--switch-dispatch padded --switch-capacity-group ep",
+            r"--switch-capacity-group ep counts .* Use --switch-dispatch packed",
+        ),
+    ],
+)
+def test_padding_without_a_bound_is_refused(sparse_line, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        dispatch(sparse_line(flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [("", (2, 4)), ("--moe-layer-freq [0,0,0,1]", (4,)), ("--moe-layer-freq 2", (1, 3))],
+)
+def test_sparse_layers_are_counted_from_1(sparse_line, flags, layers):
+    line = sparse_line(flags)
+    fill_defaults(line, "cpu")
+    assert sparse_layers(line.args) == layers
+
+
+def test_a_dense_model_has_no_sparse_layers(dense_line):
+    assert sparse_layers(dense_line("--moe-layer-freq 1").args) == ()
+
+
+def test_megatron_gets_its_configuration_and_our_layers(sparse_line):
+    line = sparse_line("--seed 5 --swiglu --num-query-groups 2 --group-query-attention")
+    fill_defaults(line, "cpu")
+    validate(line.args)
+    config = model_config(line.args, SwitchConfig.from_args(line.args))
+    assert config.transformer.num_moe_experts == 4
+    assert config.transformer.moe_layer_freq == [0, 1, 0, 1]
+    assert config.transformer.moe_expert_capacity_factor == 1.25
+    assert config.transformer.num_query_groups == 2
+    assert config.transformer.gated_linear_unit
+    assert config.transformer_layer_spec.func.__name__ == "switch_gpt_layer_spec"

@@ -1,0 +1,101 @@
+"""Which pairs each data set of a Switch-T5 gets, and what is said of them before training."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from megatron.core import parallel_state
+
+from megatron_switch.errors import DataError
+from megatron_switch.training.loop import t5_batch
+from megatron_switch.training.loop.t5_batch import t5_datasets_provider
+from megatron_switch.training.preflight import t5_data
+from megatron_switch.training.preflight.t5_data import check_pair_files, sentinels
+
+
+class Numbers:
+    """A tokenizer whose words are their own ids."""
+
+    vocab_size, eod, pad = 200, 1, 0
+
+    def tokenize(self, text):
+        return [int(word) for word in text.split()]
+
+
+def write(path, numbers):
+    lines = [json.dumps({"input": str(number), "target": "7 8"}) for number in numbers]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.fixture
+def arguments(monkeypatch):
+    def make(**changes):
+        values = {
+            "data_path": None,
+            "train_data_path": None,
+            "valid_data_path": None,
+            "test_data_path": None,
+            "split": None,
+            "seed": 5,
+            "seq_length": 4,
+            "decoder_seq_length": 4,
+            "mock_data": False,
+        }
+        args = SimpleNamespace(**(values | changes))
+        monkeypatch.setattr(t5_batch, "get_args", lambda: args)
+        return args
+
+    for module in (t5_batch, t5_data):
+        monkeypatch.setattr(module, "get_tokenizer", Numbers)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    return make
+
+
+def inputs(data):
+    return sorted({data[index]["encoder_tokens"][0].item() for index in range(len(data))})
+
+
+def test_one_set_of_files_is_split_without_overlap(arguments, tmp_path):
+    arguments(data_path=[write(tmp_path / "p.jsonl", range(100, 140))], split="70,20,10")
+    parts = [inputs(data) for data in t5_datasets_provider([28, 8, 4])]
+    assert [len(part) for part in parts] == [28, 8, 4]
+    assert sorted(number for part in parts for number in part) == list(range(100, 140))
+
+
+def test_files_of_their_own_go_to_their_split(arguments, tmp_path):
+    arguments(
+        train_data_path=[write(tmp_path / f"{n}.jsonl", range(n, n + 5)) for n in (100, 110)],
+        valid_data_path=[write(tmp_path / "v.jsonl", [150, 151])],
+    )
+    train, valid, test = t5_datasets_provider([30, 6, 0])
+    assert inputs(train) == [*range(100, 105), *range(110, 115)]
+    assert (len(train), inputs(valid), len(valid), test) == (30, [150, 151], 6, None)
+
+
+def test_ranks_that_read_no_data_build_none(arguments, tmp_path, monkeypatch):
+    arguments(data_path=[write(tmp_path / "p.jsonl", range(100, 140))], split="100,0,0")
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
+    assert t5_datasets_provider([9, 0, 0]) == (None, None, None)
+
+
+def test_a_split_without_pairs_is_refused(arguments, tmp_path):
+    args = arguments(data_path=[write(tmp_path / "p.jsonl", range(100, 110))], split="98,1,1")
+    with pytest.raises(
+        DataError, match=r"10 pairs, and --split 98,1,1 leaves none for valid.*test"
+    ):
+        check_pair_files(args)
+
+
+def test_what_will_be_cut_is_said_before_training(arguments, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"input": "1 2 3 4", "target": "1"}\n{"input": "1", "target": "2"}\n')
+    (note,) = check_pair_files(arguments(train_data_path=[str(path)]))
+    assert "1 of 2 inputs are longer than --seq-length 4" in note
+
+
+def test_random_numbers_have_the_last_tokens_for_sentinels(arguments):
+    assert sentinels(arguments()) == ()
+    made = sentinels(arguments(mock_data=True))
+    assert made[:2] == (199, 198)
+    assert Numbers.eod not in made
