@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_switch.commands.process_memory import PeakMemory
 from megatron_switch.data import prepare
 from megatron_switch.errors import ConfigError, SwitchError
+from megatron_switch.utils.units import size_text
 
 NUM_RANKS = 4
 _POLL_S = 0.5
@@ -135,7 +136,7 @@ def summary(records: list[dict[str, Any]], *, seconds: float, peak_bytes: int) -
         f"dropped     {last['dropped_fraction']:.1%} of tokens found their expert full\n"
         f"balance     loss {last['load_balancing_loss']:.3f} (balanced = 1.0), busiest expert "
         f"{last['expert_load_max_over_mean']:.2f} x the mean\n"
-        f"cost        {seconds:.0f} s, {peak_bytes / 2**30:.1f} GiB at most, all ranks together\n"
+        f"cost        {seconds:.0f} s, {size_text(peak_bytes)} at most, all ranks together\n"
     )
 
 

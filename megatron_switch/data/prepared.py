@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_switch.data.corpus import shown
+from megatron_switch.utils.units import decimal_size_text
 
 SCHEMA = "megatron-switch/prepared/1"
 
@@ -70,8 +71,8 @@ def summary(prepared: Prepared) -> str:
         ),
         (
             "written",
-            f"{prepared.prefix}.bin ({_size(prepared.data['bin_bytes'])}, "
-            f"{prepared.data['dtype']}) and .idx ({_size(prepared.data['idx_bytes'])})",
+            f"{prepared.prefix}.bin ({decimal_size_text(prepared.data['bin_bytes'])}, "
+            f"{prepared.data['dtype']}) and .idx ({decimal_size_text(prepared.data['idx_bytes'])})",
         ),
     ]
     if prepared.left_out:
@@ -110,11 +111,3 @@ def _empty_text(prepared: Prepared) -> str:
 
 def _count(number: int) -> str:
     return f"{number:,}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} GB"

@@ -22,11 +22,10 @@ from typing import Any, Literal
 
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.utils.atomic_file import renamed_into_place
+from megatron_switch.utils.units import size_text
 
 Start = Literal["new", "continued", "again"]
 """Whether unfinished work was there: none, of the same fingerprint, or of another one."""
-
-_GIB = 2**30
 
 
 def fingerprint_of(settings: object) -> str:
@@ -157,8 +156,8 @@ class Workspace:
         free = shutil.disk_usage(self.output).free
         if num_bytes > free:
             raise DataError(
-                f"Preparing needs about {num_bytes / _GIB:.2f} GiB in --output {self.output}, and "
-                f"{free / _GIB:.2f} GiB are free there. Free some, or give an --output elsewhere."
+                f"Preparing needs about {size_text(num_bytes)} in --output {self.output}, and "
+                f"{size_text(free)} are free there. Free some, or give an --output elsewhere."
             )
 
     def publish(self, report: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_switch.rehearsal.report import RankReport
+from megatron_switch.utils.units import gigabytes
 
-_GB = 10**9
 _MB = 10**6
 _TERA = 10**12
 _SHOWN = 4  # members of a group, before the last
@@ -52,11 +52,11 @@ def _memory(reports: Sequence[RankReport]) -> Table:
     for kind in reports[0].peak_bytes:
         sizes = [report.peak_bytes[kind] for report in reports]
         if any(sizes):
-            table.add_row(f"GB {kind}", *map(_gb, sizes))
+            table.add_row(f"GB {kind}", *(gigabytes(size, 3) for size in sizes))
     table.add_section()
-    table.add_row("GB at the peak", *(_gb(report.peak) for report in reports))
+    table.add_row("GB at the peak", *(gigabytes(report.peak, 3) for report in reports))
     if any(report.host_bytes for report in reports):
-        table.add_row("GB on the host", *(_gb(report.host_bytes) for report in reports))
+        table.add_row("GB on the host", *(gigabytes(report.host_bytes, 3) for report in reports))
     return table
 
 
@@ -95,7 +95,3 @@ def _members(members: Sequence[int]) -> str:
     if len(members) <= _SHOWN + 1:
         return ", ".join(map(str, members))
     return f"{', '.join(map(str, members[:_SHOWN]))}, ... {members[-1]}"
-
-
-def _gb(size: int) -> str:
-    return f"{size / _GB:,.3f}"

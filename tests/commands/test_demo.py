@@ -38,7 +38,7 @@ def test_summary_compares_the_first_with_the_last_training_record():
     records = [FIRST, LAST, {"kind": "validation", "iteration": 200, "lm_loss": 1.0}]
     text = summary(records, seconds=140.2, peak_bytes=3 * 2**30)
     assert "7.500 at iteration 1, 4.250 at iteration 200 (3.25 nats lower)" in text
-    assert "140 s, 3.0 GiB" in text
+    assert "140 s, 3.00 GiB" in text
 
 
 def test_a_bar_is_as_long_as_its_load():

@@ -154,7 +154,7 @@ def test_bad_input_stops_or_is_left_out_and_reported(command, out, source, parse
 def test_a_full_disk_is_said_before_and_while(command, out, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10))
-        with pytest.raises(DataError, match=r"Preparing needs about 0\.00 GiB in --output"):
+        with pytest.raises(DataError, match=r"Preparing needs about 5\.4 KiB in --output"):
             prepare(command())
 
     def full(*_args):

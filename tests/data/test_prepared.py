@@ -33,7 +33,7 @@ files       1,234
 documents   5,000 (left out: 2 empty files, 1 empty document)
 tokens      2,000,000 (3.50 bytes of text each)
 vocabulary  2,048 (SentencePieceTokenizer, bpe, trained on this text; end of document 1)
-written     my data/corpus.bin (4 MB, uint16) and .idx (999 bytes)
+written     my data/corpus.bin (4.00 MB, uint16) and .idx (1.0 kB)
 left out    7: a.txt is not text
 
 Train on it with:

@@ -15,9 +15,10 @@ from megatron_switch.checkpoint.convert.conversion import NOT_WEIGHTS
 from megatron_switch.checkpoint.formats.dist_metadata import foreign_format, read_common_state
 from megatron_switch.checkpoint.formats.dist_reader import DistSource
 from megatron_switch.checkpoint.formats.hf_folder import CONFIG, HuggingFaceSource, read_json
-from megatron_switch.checkpoint.formats.tensor_source import TensorInfo, size_text
+from megatron_switch.checkpoint.formats.tensor_source import TensorInfo
 from megatron_switch.checkpoint.load.files import Asker, FoundCheckpoint, find_checkpoint
 from megatron_switch.errors import CheckpointError
+from megatron_switch.utils.units import size_text
 
 
 @dataclass(frozen=True)

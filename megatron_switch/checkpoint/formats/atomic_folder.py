@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_switch.checkpoint.formats.tensor_source import size_text
 from megatron_switch.errors import CheckpointError
+from megatron_switch.utils.units import size_text
 
 _LOCK = ".lock"
 _RESERVE = 64 * 2**20  # for what is no tensor: index, configuration, tokenizer

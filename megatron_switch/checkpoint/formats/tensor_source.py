@@ -167,11 +167,3 @@ def common_dtype(infos: Iterable[TensorInfo]) -> torch.dtype:
     for dtype in dtypes[1:]:
         result = torch.promote_types(result, dtype)
     return result
-
-
-def size_text(nbytes: int) -> str:
-    """Return a number of bytes in the unit that suits it."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes / 2**10:.1f} KiB"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
-from megatron_switch.checkpoint.formats.tensor_source import size_text
 from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.errors import CheckpointError
+from megatron_switch.utils.units import size_text
 
 _FULL = 2**20
 """Bytes that a full disk may have free: less than the smallest write that did not fit."""

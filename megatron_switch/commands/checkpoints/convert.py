@@ -33,7 +33,7 @@ from megatron_switch.checkpoint.formats.source_settings import (
     SourceSettings,
     kept_settings,
 )
-from megatron_switch.checkpoint.formats.tensor_source import listing, size_text
+from megatron_switch.checkpoint.formats.tensor_source import listing
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags, write_tokenizer
 from megatron_switch.checkpoint.load.files import Asker, checkpoint_folder, find_checkpoint
 from megatron_switch.commands.checkpoints.parsers import convert_parser
@@ -43,6 +43,7 @@ from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.byte_progress import bytes_progress
+from megatron_switch.utils.units import size_text
 
 _ASKER = Asker("--megatron", "--iteration", can_start_anew=False)
 

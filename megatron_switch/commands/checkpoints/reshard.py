@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
 
-from megatron_switch.checkpoint.formats.tensor_source import size_text
 from megatron_switch.checkpoint.load.files import Asker, checkpoint_folder, find_checkpoint
 from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
 from megatron_switch.checkpoint.reshard.resharding import (
@@ -24,6 +23,7 @@ from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.training.preflight.flag_checks import check_layout
 from megatron_switch.utils.byte_progress import bytes_progress
+from megatron_switch.utils.units import size_text
 
 
 @known_warnings_hidden()

@@ -37,7 +37,7 @@ from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_writer import Chunk
 from megatron_switch.checkpoint.formats.hf_folder import CONFIG, copy_tokenizer, read_json
 from megatron_switch.checkpoint.formats.source_settings import TOKENIZER_FOLDER, keep_settings
-from megatron_switch.checkpoint.formats.tensor_source import Box, size_text
+from megatron_switch.checkpoint.formats.tensor_source import Box
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags
 from megatron_switch.checkpoint.load.files import Asker, checkpoint_folder, find_checkpoint
 from megatron_switch.commands.checkpoints.parsers import upcycle_parser
@@ -46,6 +46,7 @@ from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.gpt import switch_layer_pattern
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.byte_progress import bytes_progress
+from megatron_switch.utils.units import size_text
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,10 @@ from megatron_switch.models.sampling import (
 )
 from megatron_switch.moe.counter_rng import mix
 from megatron_switch.training.inference.trained_model import TrainedModel, open_trained_model
-from megatron_switch.training.logs.banner import count_text, gpt_shape
+from megatron_switch.training.logs.banner import gpt_shape
 from megatron_switch.training.logs.console import Console
 from megatron_switch.training.loop.gpt_builder import sparse_layers
+from megatron_switch.utils.units import count_text
 
 _STANDARD_INPUT = "-"
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character decode to

@@ -16,8 +16,7 @@ from megatron_switch.architecture.parameters import (
 from megatron_switch.config import SwitchConfig
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.rank_table import start_up_text
-
-_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+from megatron_switch.utils.units import count_text
 
 
 def banner(
@@ -183,14 +182,6 @@ def _t5_shape(args: Namespace, sparse_layers: tuple[int, ...]) -> T5Shape:
         encoder_sparse_layers=tuple(number for number in sparse_layers if number <= depth),
         relative_buckets=args.relative_attention_num_buckets,
     )
-
-
-def count_text(count: int) -> str:
-    """Return a number of parameters for reading, three digits and a unit."""
-    for size, unit in _UNITS:
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)
 
 
 def _factor(factor: float | None) -> str:

@@ -14,7 +14,8 @@ import torch
 from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
-from megatron_switch.training.logs.banner import count_text, gpt_shape, has_uneven_stages
+from megatron_switch.training.logs.banner import gpt_shape, has_uneven_stages
+from megatron_switch.utils.units import count_text, size_text
 
 
 def check_model_memory(
@@ -41,21 +42,15 @@ def check_model_memory(
     width = 2 if args.bf16 or args.fp16 else 4
     if device == "cuda":
         memory = torch.cuda.get_device_properties(args.local_rank).total_memory
-        room = f"its GPU has {_gib(memory)}"
+        room = f"its GPU has {size_text(memory)}"
     else:
         memory = psutil.virtual_memory().total // ranks_here
-        room = (
-            f"this host has {_gib(memory)} for each of its ranks, of which there are {ranks_here}"
-        )
+        room = f"this host has {size_text(memory)} for each of its {ranks_here} ranks"
     if count * width > memory:
         raise ConfigError(
-            f"A rank's weights alone would be {_gib(count * width)}: {count_text(count)} "
+            f"A rank's weights alone would be {size_text(count * width)}: {count_text(count)} "
             f"parameters of {width} bytes; {room}. Spread the model over more ranks "
             "(--expert-model-parallel-size, --tensor-model-parallel-size, "
             "--pipeline-model-parallel-size), or make it smaller (--num-experts, --hidden-size, "
             "--num-layers)."
         )
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"

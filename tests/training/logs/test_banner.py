@@ -4,10 +4,11 @@ import pytest
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.training.arguments.defaults import fill_defaults
-from megatron_switch.training.logs.banner import banner, count_text
+from megatron_switch.training.logs.banner import banner
 from megatron_switch.training.loop.global_state import validate
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch, sparse_layers
 from megatron_switch.training.preflight.flag_checks import check_layout
+from megatron_switch.utils.units import count_text
 
 
 @pytest.fixture
@@ -123,11 +124,3 @@ def test_the_table_counts_nodes_by_ranks_of_this_host(text_of, sparse_line):
     rows = [row.split() for row in text.splitlines() if row.strip()[:1].isdigit()]
     assert [row[1] for row in rows[:4]] == ["0", "0", "1", "1"]
     assert "4 experts over EP 4, 1 on a rank" in text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(999, "999"), (1000, "1K"), (83296, "83.3K"), (7_000_000, "7M"), (1.571e12, "1.57T")],
-)
-def test_counts_are_short(count, text):
-    assert count_text(count) == text

@@ -58,8 +58,8 @@ def test_weights_that_just_fit_pass(args, memory):
 def test_weights_that_do_not_are_refused_with_both_sizes(args, memory):
     memory(weights(args) - 1)
     message = (
-        r"A rank's weights alone would be 0\.0 GiB: 133K parameters of 4 bytes; this host has "
-        r"0\.0 GiB .* there are 1\. .*--expert-model-parallel-size.*--num-experts"
+        r"A rank's weights alone would be 52\d\.\d KiB: 133K parameters of 4 bytes; this host has "
+        r"52\d\.\d KiB for each of its 1 ranks\. .*--expert-model-parallel-size.*--num-experts"
     )
     with pytest.raises(ConfigError, match=message):
         check(args)
@@ -73,7 +73,7 @@ def test_half_precision_needs_half(args, memory):
 
 def test_ranks_of_a_host_share_its_memory(args, memory):
     memory(weights(args))
-    with pytest.raises(ConfigError, match=r"of which there are 2"):
+    with pytest.raises(ConfigError, match=r"for each of its 2 ranks"):
         check(args, ranks_here=2)
     memory(2 * weights(args))
     check(args, ranks_here=2)
@@ -87,7 +87,7 @@ def test_experts_spread_over_ranks_are_on_none_whole(args, memory):
 def test_a_gpu_has_its_own(args, monkeypatch):
     total = SimpleNamespace(total_memory=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: total)
-    with pytest.raises(ConfigError, match=r"its GPU has 0\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"its GPU has 1\.0 KiB"):
         check(args, device="cuda")
 
 
