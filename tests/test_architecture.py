@@ -105,7 +105,8 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def text_files() -> list[Path]:
-    top = [path for path in ROOT.iterdir() if path.is_file() and path.name != "LICENSE"]
+    others = {"LICENSE", ".git"}  # in a worktree, .git is a file
+    top = [path for path in ROOT.iterdir() if path.is_file() and path.name not in others]
     nested = [path for folder in TEXT_FOLDERS for path in (ROOT / folder).rglob("*")]
     ours = [p for p in [*top, *nested] if p.is_file() and "__pycache__" not in p.parts]
     return sorted(p for p in ours if _is_text(p))
