@@ -45,10 +45,10 @@ from megatron_switch.moe.dispatch_plan import (
 )
 from megatron_switch.moe.exchange import (
     Exchange,
+    all_gather_rows,
     gather_rows,
-    put_rows,
     reduce_scatter_rows,
-    take_rows,
+    scatter_rows,
 )
 from megatron_switch.moe.routed_tokens import RoutedTokens
 
@@ -184,7 +184,7 @@ class Dispatcher(ABC):
             if column is None:
                 columns.append([None] * len(sizes))
             else:
-                columns.append(torch.split(take_rows(self._share(column), plan.pack), sizes))
+                columns.append(torch.split(gather_rows(self._share(column), plan.pack), sizes))
         return [list(rows) for rows in zip(*columns, strict=True)]
 
     def _ship(self, rows: list[Tensor | None], chunk: Chunk) -> _Shipment:
@@ -199,7 +199,7 @@ class Dispatcher(ABC):
     def _unload(self, shipment: _Shipment, chunk: Chunk, plan: Plan) -> Dispatched:
         def arrive(exchange: Exchange) -> Tensor:
             rows = exchange.arrive()
-            return rows if chunk.sort is None else take_rows(rows, chunk.sort)
+            return rows if chunk.sort is None else gather_rows(rows, chunk.sort)
 
         return Dispatched(
             tokens_RD=arrive(shipment.tokens),
@@ -210,12 +210,12 @@ class Dispatcher(ABC):
         )
 
     def _ship_back(self, y_RD: Tensor, chunk: Chunk) -> Exchange:
-        rows = y_RD if chunk.sort is None else put_rows(y_RD, chunk.sort)
+        rows = y_RD if chunk.sort is None else scatter_rows(y_RD, chunk.sort)
         return Exchange.start(rows, self.group, chunk.receive, chunk.send)
 
     def _unpack(self, returning: list[Exchange], plan: Plan) -> Tensor:
         rows = [exchange.arrive() for exchange in returning]
-        return self._keep(put_rows(rows[0] if len(rows) == 1 else torch.cat(rows), plan.pack))
+        return self._keep(scatter_rows(rows[0] if len(rows) == 1 else torch.cat(rows), plan.pack))
 
 
 class PackedDispatcher(Dispatcher):
@@ -257,7 +257,7 @@ class PaddedDispatcher(Dispatcher):
         block_T = routing.expert_T * routed.num_groups + routed.group_T
         place_T = torch.where(routing.kept_T, block_T * capacity + routing.slot_T, -1)
         return padded_plan(
-            gather_rows(place_T, self.shards),
+            all_gather_rows(place_T, self.shards),
             capacity=capacity,
             num_groups=routed.num_groups,
             shard=self.shards.rank(),
@@ -267,7 +267,7 @@ class PaddedDispatcher(Dispatcher):
         )
 
     def _share(self, x: Tensor) -> Tensor:
-        return gather_rows(x, self.shards)
+        return all_gather_rows(x, self.shards)
 
     def _keep(self, x: Tensor) -> Tensor:
         return reduce_scatter_rows(x, self.shards)

@@ -40,7 +40,7 @@ class RowMap:
         return cls(take_N, back_N.unsqueeze(1), take_has_gaps=False, back_has_gaps=False)
 
 
-def take_rows(x: Tensor, rows: RowMap) -> Tensor:
+def gather_rows(x: Tensor, rows: RowMap) -> Tensor:
     """Return ``x[rows.take]``: the rows of ``x`` in their new places, zeros where there are none.
 
     Args:
@@ -54,8 +54,8 @@ def take_rows(x: Tensor, rows: RowMap) -> Tensor:
     return taken
 
 
-def put_rows(x: Tensor, rows: RowMap) -> Tensor:
-    """Return rows to their sources, the transpose of :func:`take_rows`; copies are summed.
+def scatter_rows(x: Tensor, rows: RowMap) -> Tensor:
+    """Return rows to their sources, the transpose of :func:`gather_rows`; copies are summed.
 
     Args:
         x: Rows, shape (N, ...).
@@ -201,7 +201,7 @@ class _Arrive(torch.autograd.Function):
         return ctx.wire.launch(grad, ctx.wire.receive, ctx.wire.send), None
 
 
-def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the rows of all ranks of a group, in rank order; gradients are summed over ranks.
 
     Args:

@@ -48,7 +48,7 @@ from megatron_switch.moe.capacity_groups import CapacityGroups, Rows
 from megatron_switch.moe.initialization import init_router_weight_
 from megatron_switch.moe.loss_tokens import loss_tokens
 from megatron_switch.moe.losses import load_balancing_share, router_z_share
-from megatron_switch.moe.metrics.routing_counts import LADDER, statistics_row
+from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, statistics_row
 from megatron_switch.moe.metrics.tracker import record_routing
 from megatron_switch.moe.routed_tokens import RoutedTokens
 from megatron_switch.moe.routing import (
@@ -218,7 +218,9 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
                 routing,
                 balance_share=balance_share,
                 z_share=z_share,
-                ladder_capacities=tuple(self._capacity_at(group_size, f) for f in LADDER),
+                sweep_capacities=tuple(
+                    self._capacity_at(group_size, f) for f in CAPACITY_FACTOR_SWEEP
+                ),
                 counts_micro_batch=self.tp_cp_group.rank() == 0,
             )
             record_routing(self.layer_number, row, training=self.training)

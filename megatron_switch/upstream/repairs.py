@@ -32,7 +32,7 @@ from megatron_switch.checkpoint.load.norm_keys import name_norms_as_stored
 from megatron_switch.checkpoint.load.write_errors import bytes_to_write, unwritten
 from megatron_switch.errors import CheckpointError
 from megatron_switch.moe.metrics.count_log import register_count_hooks
-from megatron_switch.moe.metrics.tracker import step_is_spoiled
+from megatron_switch.moe.metrics.tracker import step_is_skipped
 from megatron_switch.upstream.patching import Patch, applied
 from megatron_switch.utils.atomic_file import renamed_into_place
 
@@ -93,7 +93,7 @@ def megatron_repairs() -> tuple[Patch, ...]:
         Patch(
             f"{_CHAIN}.prepare_grads",
             "only a loss scaler can have a step left out, and fp32 and bf16 have none",
-            wrapper=_leave_out_spoiled_steps,
+            wrapper=_skip_marked_steps,
             sha256=("423ada69590e3dde0f82d1771a468d4bcbc777c0270c959b6c7c0e8256326391",),
         ),
         Patch(
@@ -255,12 +255,12 @@ def _synchronize_empty_optimizers(original: Callable[[Any], Any]) -> Callable[[A
     return _synchronize_steps
 
 
-def _leave_out_spoiled_steps(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _skip_marked_steps(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Report what is wrong with a step as an overflow, which the optimizer leaves out."""
 
     def prepare_grads(self: Any) -> bool:
         overflow = original(self)  # in any case: it brings a loss scaler up to date
-        return overflow or step_is_spoiled()
+        return overflow or step_is_skipped()
 
     return prepare_grads
 

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from megatron_switch.moe.exchange import (
     Exchange,
     RowMap,
+    all_gather_rows,
     gather_rows,
-    put_rows,
     reduce_scatter_rows,
-    take_rows,
+    scatter_rows,
 )
 from megatron_switch.testing.ranks import run_ranks
 
@@ -28,23 +28,23 @@ MATRIX[[0, 1, 3, 4], [2, 0, 3, 2]] = 1.0
 def test_take_and_put_are_transposes_of_each_other():
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     y = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(take_rows(x, WITH_GAPS), MATRIX @ x)
-    torch.testing.assert_close(put_rows(y, WITH_GAPS), MATRIX.t() @ y)
-    assert torch.autograd.gradcheck(lambda x: take_rows(x, WITH_GAPS), x)
-    assert torch.autograd.gradcheck(lambda y: put_rows(y, WITH_GAPS), y)
+    torch.testing.assert_close(gather_rows(x, WITH_GAPS), MATRIX @ x)
+    torch.testing.assert_close(scatter_rows(y, WITH_GAPS), MATRIX.t() @ y)
+    assert torch.autograd.gradcheck(lambda x: gather_rows(x, WITH_GAPS), x)
+    assert torch.autograd.gradcheck(lambda y: scatter_rows(y, WITH_GAPS), y)
 
 
 def test_missing_rows_are_zero_whatever_else_holds():
     x = torch.full((4,), torch.nan)
     x[2] = 1.0
-    assert put_rows(take_rows(x, WITH_GAPS), WITH_GAPS)[1] == 0.0
-    assert take_rows(x, WITH_GAPS)[2] == 0.0
+    assert scatter_rows(gather_rows(x, WITH_GAPS), WITH_GAPS)[1] == 0.0
+    assert gather_rows(x, WITH_GAPS)[2] == 0.0
 
 
 def test_nothing_can_be_taken_from_nothing():
     empty = RowMap(torch.tensor([-1, -1]), torch.empty(0, 1, dtype=torch.int64), True, True)
     x = torch.empty(0, 3, requires_grad=True)
-    y = take_rows(x, empty)
+    y = gather_rows(x, empty)
     assert torch.equal(y, torch.zeros(2, 3))
     y.sum().backward()
     assert x.grad.shape == (0, 3)
@@ -53,14 +53,14 @@ def test_nothing_can_be_taken_from_nothing():
 def test_a_permutation_is_undone_by_putting_back():
     rows = RowMap.permutation(torch.randperm(7))
     x = torch.randn(7, 2)
-    assert torch.equal(put_rows(take_rows(x, rows), rows), x)
+    assert torch.equal(scatter_rows(gather_rows(x, rows), rows), x)
 
 
 def test_copies_in_half_precision_are_summed_with_one_rounding():
     copies = 9
     rows = RowMap(torch.zeros(copies).long(), torch.arange(copies)[None], False, False)
     parts = torch.tensor([[256.0]] + [[0.75]] * (copies - 1), dtype=torch.bfloat16)
-    assert put_rows(parts, rows).item() == 262.0  # one by one in bfloat16: 256
+    assert scatter_rows(parts, rows).item() == 262.0  # one by one in bfloat16: 256
 
 
 def _check_exchange(rank):
@@ -93,7 +93,7 @@ def _check_gather(rank):
     group = dist.group.WORLD
     size = dist.get_world_size()
     x = torch.full((2, 3), float(rank), requires_grad=True)
-    gathered = gather_rows(x, group)
+    gathered = all_gather_rows(x, group)
     assert torch.equal(gathered[:, 0], torch.arange(float(size)).repeat_interleave(2))
     (gathered * (rank + 1.0)).sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), sum(range(1, size + 1)) * 1.0))
@@ -108,7 +108,7 @@ def _check_gather(rank):
 def _check_alone(rank):
     group = dist.group.WORLD
     x = torch.randn(3, 2)
-    assert gather_rows(x, group) is x
+    assert all_gather_rows(x, group) is x
     assert reduce_scatter_rows(x, group) is x
     assert Exchange.start(x, group, [3], [3]).arrive() is x
 

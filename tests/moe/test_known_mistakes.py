@@ -12,7 +12,11 @@ from support.layout_case import D, E, Layout, S, start_groups
 from support.switch_case import LAYER, Case, Tracker, build_layer, new_tracker
 
 from megatron_switch.moe.losses import load_balancing_loss, router_z_loss
-from megatron_switch.moe.metrics.routing_counts import LADDER, RoutingReport, statistics_row
+from megatron_switch.moe.metrics.routing_counts import (
+    CAPACITY_FACTOR_SWEEP,
+    RoutingReport,
+    statistics_row,
+)
 from megatron_switch.moe.routing import route, router_probabilities
 from megatron_switch.testing.ranks import run_ranks
 
@@ -104,7 +108,7 @@ def test_a_low_balancing_loss_over_a_skewed_load():
         routing,
         balance_share=load_balancing_loss(probs_TE, routing.expert_T),
         z_share=torch.tensor(0.0),
-        ladder_capacities=(4,) * len(LADDER),
+        sweep_capacities=(4,) * len(CAPACITY_FACTOR_SWEEP),
         counts_micro_batch=True,
     )
     report = RoutingReport.of(row.unsqueeze(0), (1,))

@@ -25,7 +25,7 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.initialization import init_expert_weight_, init_router_weight_
 from megatron_switch.moe.layer_spec import switch_mlp_spec
-from megatron_switch.moe.metrics.routing_counts import LADDER, RoutingReport
+from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
 from megatron_switch.moe.reference import switch_layer
 from megatron_switch.moe.switch_mlp import SwitchMLP
@@ -267,8 +267,8 @@ class Oracle:
         real = int((slot_T >= 0).sum())
         assert report.tokens_L.tolist() == [real * repeats]
         assert report.dropped_L.tolist() == [int((slot_T >= self.capacity).sum()) / real]
-        over = [int((slot_T >= self.capacity_at(factor)).sum()) for factor in LADDER]
-        assert report.ladder_LF.tolist() == [[number / real for number in over]]
+        over = [int((slot_T >= self.capacity_at(factor)).sum()) for factor in CAPACITY_FACTOR_SWEEP]
+        assert report.sweep_dropped_LF.tolist() == [[number / real for number in over]]
         chosen = self._probs_TE.argmax(dim=1)[~self.padding_T]
         load = torch.bincount(chosen, minlength=E).double() / real
         assert report.load_LE.tolist() == [load.tolist()]

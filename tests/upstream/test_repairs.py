@@ -222,12 +222,12 @@ def test_state_that_another_rank_gathered_is_nothing_to_cut():
 
 
 @pytest.mark.parametrize("overflow", [False, True])
-@pytest.mark.parametrize("spoiled", [False, True])
-def test_a_spoiled_step_counts_as_an_overflow(monkeypatch, overflow, spoiled):
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_step_marked_to_be_skipped_counts_as_an_overflow(monkeypatch, overflow, skipped):
     asked = []
-    monkeypatch.setattr(repairs, "step_is_spoiled", lambda: spoiled)
-    prepare = repairs._leave_out_spoiled_steps(lambda self: asked.append(self) or overflow)
-    assert prepare("chain") == (overflow or spoiled)
+    monkeypatch.setattr(repairs, "step_is_skipped", lambda: skipped)
+    prepare = repairs._skip_marked_steps(lambda self: asked.append(self) or overflow)
+    assert prepare("chain") == (overflow or skipped)
     assert asked == ["chain"]  # a loss scaler must hear of every step
 
 

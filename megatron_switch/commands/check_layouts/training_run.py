@@ -79,7 +79,7 @@ def run_case(
             if case.evaluates and step == 1:
                 outcome = run.evaluate(partial(_micro_batches, _EVALUATION_SEED))
                 observer.note("evaluation", outcome)
-        run.settle()
+        run.sync_parameters()
         observer.note_tensors("parameter", lambda parameter: parameter.data)
     return observer.values
 

@@ -5,13 +5,13 @@ that a logged value is the effective value in every layout: the losses are recor
 *share* (their sum over the ranks of a micro-batch is the loss), everything else as counts, the
 micro-batches themselves included.
 
-Counts are of tokens before any drop, padding excluded. The ladder says how many tokens *would* have
+Counts are of tokens before any drop, padding excluded. The sweep says how many tokens *would* have
 been dropped at other capacity factors; slots are numbered before capacity cuts them off, so it is
 exact and costs one comparison a factor.
 
 Shape letters:
 
-    L  layers with experts    E  experts    F  factors on the ladder
+    L  layers with experts    E  experts    F  factors on the sweep
 """
 
 from dataclasses import dataclass, fields, replace
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megatron_switch.moe.routing import SwitchRouting
 
-LADDER = (1.0, 1.1, 1.2, 1.25, 1.5, 2.0, 3.0, 4.0)
+CAPACITY_FACTOR_SWEEP = (1.0, 1.1, 1.2, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Capacity factors at which the tokens that would be dropped are counted."""
 
-_WIDTHS = (2, 3, len(LADDER))
-"""Columns: both losses; micro-batches, tokens, dropped tokens; the ladder. Then the experts."""
+_WIDTHS = (2, 3, len(CAPACITY_FACTOR_SWEEP))
+"""Columns: both losses; micro-batches, tokens, dropped tokens; the sweep. Then the experts."""
 
 
 def row_width(num_experts: int) -> int:
@@ -48,7 +48,7 @@ def statistics_row(
     *,
     balance_share: Tensor,
     z_share: Tensor,
-    ladder_capacities: tuple[int, ...],
+    sweep_capacities: tuple[int, ...],
     counts_micro_batch: bool,
 ) -> Tensor:
     """Return one micro-batch's sums on this rank: float64, shape (row_width(E),).
@@ -57,7 +57,7 @@ def statistics_row(
         routing: The router's decision, with slots counted over the whole capacity group.
         balance_share: This rank's share of the load-balancing loss, coefficient not applied.
         z_share: This rank's share of the router z-loss, coefficient not applied.
-        ladder_capacities: Capacity at each factor of :data:`LADDER`.
+        sweep_capacities: Capacity at each factor of :data:`CAPACITY_FACTOR_SWEEP`.
         counts_micro_batch: Whether this rank counts the micro-batch; of the ranks that share one,
             one does.
     """
@@ -66,8 +66,8 @@ def statistics_row(
     counts = torch.stack(
         [torch.full_like(tokens, counts_micro_batch), tokens, tokens - routing.kept_T.sum()]
     )
-    ladder = torch.stack([(routing.slot_T >= capacity).sum() for capacity in ladder_capacities])
-    return torch.cat([losses, counts, ladder, routing.tokens_per_expert_E])
+    sweep = torch.stack([(routing.slot_T >= capacity).sum() for capacity in sweep_capacities])
+    return torch.cat([losses, counts, sweep, routing.tokens_per_expert_E])
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class RoutingReport:
     """Tokens routed."""
     dropped_L: Tensor
     """Fraction of tokens that found no slot."""
-    ladder_LF: Tensor
-    """Fraction that would find no slot at each factor of :data:`LADDER`."""
+    sweep_dropped_LF: Tensor
+    """Fraction that would find no slot at each factor of :data:`CAPACITY_FACTOR_SWEEP`."""
     load_LE: Tensor
     """Fraction of a layer's tokens that chose each expert; rows sum to 1 where tokens came."""
     encoder_layers: int = 0
@@ -103,7 +103,7 @@ class RoutingReport:
             encoder_layers: Layers of the encoder, which are numbered first.
         """
         num_experts = rows.shape[1] - sum(_WIDTHS)
-        losses, counts, ladder, load = torch.split(rows, [*_WIDTHS, num_experts], dim=1)
+        losses, counts, sweep, load = torch.split(rows, [*_WIDTHS, num_experts], dim=1)
         micro_batches, tokens, dropped = counts.unbind(dim=1)
         losses = losses / micro_batches.clamp(min=1.0)[:, None]
         divisor = tokens.clamp(min=1.0)  # a layer may have seen nothing
@@ -113,7 +113,7 @@ class RoutingReport:
             z_loss_L=losses[:, 1],
             tokens_L=tokens,
             dropped_L=dropped / divisor,
-            ladder_LF=ladder / divisor[:, None],
+            sweep_dropped_LF=sweep / divisor[:, None],
             load_LE=load / divisor[:, None],
             encoder_layers=encoder_layers,
         )

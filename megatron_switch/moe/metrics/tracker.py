@@ -57,7 +57,7 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         self._on_report = on_report
         self._layer_interval = layer_interval
         self._steps_before = (0, 0)
-        self._step_is_spoiled = False
+        self._step_is_skipped = False
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -65,13 +65,13 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         return self._layer_numbers
 
     @property
-    def step_is_spoiled(self) -> bool:
+    def step_is_skipped(self) -> bool:
         """Whether the step under way must not change a weight."""
-        return self._step_is_spoiled
+        return self._step_is_skipped
 
-    def spoil_step(self) -> None:
+    def mark_step_skipped(self) -> None:
         """Let the optimizer leave the step under way out; until the next report."""
-        self._step_is_spoiled = True
+        self._step_is_skipped = True
 
     def not_finite_layers(self) -> Tensor:
         """Return in which layers this rank's routers saw infinity or NaN in the step under way.
@@ -112,7 +112,7 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
         Returns:
             Text for the console line.
         """
-        self._step_is_spoiled = False
+        self._step_is_skipped = False
         if not self._layer_numbers:
             return ""
         report = self._summed("training")
@@ -190,10 +190,10 @@ def record_routing(layer_number: int, row: Tensor, *, training: bool) -> None:
         tracker.record_row(layer_number, row, training=training)
 
 
-def step_is_spoiled() -> bool:
+def step_is_skipped() -> bool:
     """Return whether the active tracker, if it is ours, says that the step must be left out."""
     tracker = get_moe_metrics_tracker()
-    return isinstance(tracker, SwitchMetricsTracker) and tracker.step_is_spoiled
+    return isinstance(tracker, SwitchMetricsTracker) and tracker.step_is_skipped
 
 
 def console_text(report: RoutingReport) -> str:

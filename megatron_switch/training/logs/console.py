@@ -39,7 +39,7 @@ class Console:
     """Splits standard output into screen and log while its block runs.
 
     Args:
-        log_folder: Folder for one log a rank after :meth:`settle`, or None for a temporary file.
+        log_folder: Folder of one log a rank after :meth:`commit_log`; None for a temporary file.
         rank: This process's rank; only rank 0 speaks through :meth:`say`.
     """
 
@@ -85,7 +85,7 @@ class Console:
         else:
             error.add_note(f"What rank {self._rank} printed before: {self.log_path}")
 
-    def settle(self) -> None:
+    def commit_log(self) -> None:
         """Move the log into its folder, if it has one: the run has begun."""
         if self._log_folder is None or not self._temporary:
             return

@@ -14,7 +14,7 @@ import torch
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.moe.capacity import expert_capacity
-from megatron_switch.moe.metrics.routing_counts import LADDER, RoutingReport
+from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, RoutingReport
 from megatron_switch.planner.cost.drop_rate import balanced_drop_rate
 
 _HIGH = 0.05
@@ -135,8 +135,12 @@ class DropWatch:
             return
         dropped_L = torch.stack([one.dropped_L for one in self._recent]).mean(dim=0)
         if dropped_L.mean().item() > self._threshold:
-            ladder_LF = torch.stack([one.ladder_LF for one in self._recent]).mean(dim=0)
-            self._say(advice(self._facts, report.layer_numbers, dropped_L, ladder_LF, iteration))
+            sweep_dropped_LF = torch.stack([one.sweep_dropped_LF for one in self._recent]).mean(
+                dim=0
+            )
+            self._say(
+                advice(self._facts, report.layer_numbers, dropped_L, sweep_dropped_LF, iteration)
+            )
             self._done = True
 
 
@@ -144,7 +148,7 @@ def advice(
     facts: CapacityFacts,
     layer_numbers: tuple[int, ...],
     dropped_L: torch.Tensor,
-    ladder_LF: torch.Tensor,
+    sweep_dropped_LF: torch.Tensor,
     iteration: int,
 ) -> str:
     """Return the warning's text.
@@ -153,7 +157,7 @@ def advice(
         facts: Capacity in force and what a row costs.
         layer_numbers: 1-based numbers of the sparse layers.
         dropped_L: Mean drop rate of each.
-        ladder_LF: Mean drop rate of each at each factor of the ladder.
+        sweep_dropped_LF: Mean drop rate of each at each factor of the sweep.
         iteration: Current iteration.
     """
     worst = dropped_L.argsort(descending=True)[:_WORST_LAYERS].tolist()
@@ -163,8 +167,12 @@ def advice(
         f"iterations (iteration {iteration}; worst: {layers}), more than a balanced router would "
         f"drop at capacity factor {facts.factor:.4g}. "
     )
-    rates_F = ladder_LF.mean(dim=0).tolist()
-    larger = [(f, rate) for f, rate in zip(LADDER, rates_F, strict=True) if f > facts.factor]
+    rates_F = sweep_dropped_LF.mean(dim=0).tolist()
+    larger = [
+        (f, rate)
+        for f, rate in zip(CAPACITY_FACTOR_SWEEP, rates_F, strict=True)
+        if f > facts.factor
+    ]
     enough = next((pair for pair in larger if pair[1] <= _GOOD), None)
     if enough is None:
         balance = "Raise --moe-aux-loss-coeff: the load is too uneven for capacity to mend."

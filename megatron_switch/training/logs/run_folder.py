@@ -87,7 +87,7 @@ class RunFolder:
         self.rank_table = path / "ranks.csv"
         self._run = path / "run.json"
         self._resume = path / "resume.sh"
-        self._lock: IO[str] | None = None
+        self._lock_file: IO[str] | None = None
 
     def apply(self, args: Namespace, explicit: Collection[str]) -> tuple[str, ...]:
         """Point the flags that were not given at this folder.
@@ -121,7 +121,7 @@ class RunFolder:
         args.finetune, args.ckpt_step = False, None
         return (f"Continuing from {args.save}; --load {started_from} was where this run began.",)
 
-    def refuse_strangers(self) -> None:
+    def check_ownership(self) -> None:
         """Make sure, before anything is written into it, that the folder is meant for runs.
 
         Raises:
@@ -133,24 +133,24 @@ class RunFolder:
         if self._run.name in names:
             return
         # Other ranks may be a moment ahead and write already, at first under hidden names.
-        strangers = sorted(n for n in names - _OWN_NAMES if not n.startswith("."))
-        if strangers:
+        foreign = sorted(n for n in names - _OWN_NAMES if not n.startswith("."))
+        if foreign:
             raise ConfigError(
                 f"--switch-run-dir {self.path} is not empty and holds no run.json: it has "
-                f"{', '.join(strangers[:5])}. Give a new folder, or that of a run to continue."
+                f"{', '.join(foreign[:5])}. Give a new folder, or that of a run to continue."
             )
 
-    def hold(self) -> None:
-        """Keep every other run out of the folder, if it exists, until this process ends.
+    def lock(self) -> None:
+        """Lock the folder, if it exists, until this process ends.
 
         Raises:
             ConfigError: Another process trains in it.
         """
-        if self._lock is not None or not self.path.exists():
+        if self._lock_file is not None or not self.path.exists():
             return
-        self._lock = (self.path / ".lock").open("w")
+        self._lock_file = (self.path / ".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
                 f"Another process is training in --switch-run-dir {self.path}, and two would write "
@@ -160,7 +160,7 @@ class RunFolder:
             if error.errno not in _NO_LOCKS:
                 raise
 
-    def claim(self, args: Namespace) -> None:
+    def check_identity(self, args: Namespace) -> None:
         """Make sure that the folder is this run's, or nobody's yet.
 
         Args:

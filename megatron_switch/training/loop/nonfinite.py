@@ -74,7 +74,7 @@ class NonFiniteGuard:
             )
             places = self._places(torch.cat([bad_L, bad_gradient]))
             if places:
-                self._tracker.spoil_step()
+                self._tracker.mark_step_skipped()
                 self._say(f"{self._verdict(places)} The step is skipped.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NonFiniteGuard":

@@ -129,7 +129,7 @@ class _Run:
         self._notes: tuple[str, ...] = ()
         if line.args.switch_run_dir is not None:
             self._folder = RunFolder(Path(line.args.switch_run_dir))
-            self._folder.refuse_strangers()
+            self._folder.check_ownership()
             self._notes = self._folder.apply(line.args, line.explicit)
         self._line = line
         if rehearsal is not None:
@@ -151,7 +151,7 @@ class _Run:
         if args.rank == 0 and self._rehearsal is None:
             check_write_targets(args)
             if self._folder is not None:
-                self._folder.hold()
+                self._folder.lock()
         log_folder = None if self._folder is None else self._folder.log
         with Console(log_folder, rank=args.rank) as console:
             validate(args)
@@ -159,7 +159,7 @@ class _Run:
             if self._rehearsal is not None:
                 self._rehearsal.validated(args)
             if self._folder is not None and args.rank == 0:
-                self._folder.claim(args)
+                self._folder.check_identity(args)
             if self._is_finished(console):
                 return
             begin_megatron(args)
@@ -173,7 +173,7 @@ class _Run:
             self._announce(console, layout)
             with process_groups(args), self._stage():
                 # The first rank has found nothing to refuse, or it would not have come here.
-                console.settle()
+                console.commit_log()
                 open_writers(args)
                 self._train(model, console)
 
@@ -201,7 +201,7 @@ class _Run:
         """Make what the run writes to, now that nothing can refuse it."""
         make_write_targets(self._args)
         if self._folder is not None:
-            self._folder.hold()
+            self._folder.lock()
 
     def _stage(self) -> AbstractContextManager[None]:
         if self._rehearsal is None:

@@ -162,7 +162,7 @@ class SteppedRun:
         assert routing is not None
         return Outcome(_loss(losses), routing)
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         """Bring the parameters up to date on every rank, as before a checkpoint."""
         if self._gathers_late:
             megatron.force_param_sync(self.model, self.optimizer)

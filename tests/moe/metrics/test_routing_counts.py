@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_switch.moe.metrics.routing_counts import (
-    LADDER,
+    CAPACITY_FACTOR_SWEEP,
     RoutingReport,
     row_width,
     statistics_row,
@@ -14,7 +14,10 @@ from megatron_switch.moe.metrics.routing_counts import (
 from megatron_switch.moe.routing import route
 
 E = 4
-PLACES = {"ladder_capacities": tuple(range(1, 1 + len(LADDER))), "counts_micro_batch": True}
+PLACES = {
+    "sweep_capacities": tuple(range(1, 1 + len(CAPACITY_FACTOR_SWEEP))),
+    "counts_micro_batch": True,
+}
 
 
 def row_of(expert_T, *, capacity=2, padding_T=None, balance=1.0, z=0.5, **places):
@@ -34,11 +37,11 @@ def test_row_holds_sums():
     assert row.dtype == torch.float64
     assert not row.requires_grad
     assert row.shape == (row_width(E),)
-    losses, counts, ladder, load = torch.split(row, [2, 3, len(LADDER), E])
+    losses, counts, sweep, load = torch.split(row, [2, 3, len(CAPACITY_FACTOR_SWEEP), E])
     assert losses.tolist() == [1.0, 0.5]
     assert counts.tolist() == [1, 7, 2]  # micro-batches, tokens, dropped
     # At 1, 2, 3, ... slots: 3 + 1, 2, 1, then none too many.
-    assert ladder.tolist() == [4, 2, 1, 0, 0, 0, 0, 0]
+    assert sweep.tolist() == [4, 2, 1, 0, 0, 0, 0, 0]
     assert load.tolist() == [4, 2, 0, 1]
 
 
@@ -59,7 +62,7 @@ def test_report_divides_sums_of_micro_batches_and_ranks():
     assert report.tokens_L.tolist() == [10, 4]
     assert report.dropped_L.tolist() == [4 / 10, 0.0]
     assert report.load_LE.tolist() == [[0.4, 0.1, 0.5, 0.0], [0.25] * 4]
-    assert report.ladder_LF[0].tolist() == [0.6, 0.4, 0.2, 0.1, 0, 0, 0, 0]
+    assert report.sweep_dropped_LF[0].tolist() == [0.6, 0.4, 0.2, 0.1, 0, 0, 0, 0]
 
     assert report.load_ratio_L.tolist() == [2.0, 1.0]
     assert report.scalars() == {

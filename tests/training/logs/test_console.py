@@ -50,16 +50,16 @@ def use(console, error):
 
 
 @contextmanager
-def settled(folder, rank):
+def committed(folder, rank):
     """A console of a run that has begun."""
     with Console(folder, rank=rank) as console:
-        console.settle()
+        console.commit_log()
         yield console
 
 
 @pytest.mark.parametrize("line", SHOWN.splitlines())
 def test_a_line_of_progress_is_shown_and_logged(tmp_path, capsys, line):
-    with settled(tmp_path, rank=2) as console:
+    with committed(tmp_path, rank=2) as console:
         print(line)
     assert capsys.readouterr().out == line + "\n"
     assert console.log_path.read_text() == line + "\n"
@@ -67,14 +67,14 @@ def test_a_line_of_progress_is_shown_and_logged(tmp_path, capsys, line):
 
 @pytest.mark.parametrize("line", HIDDEN.splitlines())
 def test_any_other_line_is_only_logged(tmp_path, capsys, line):
-    with settled(tmp_path, rank=0) as console:
+    with committed(tmp_path, rank=0) as console:
         print(line)
     assert capsys.readouterr().out == ""
     assert console.log_path.read_text() == line + "\n"
 
 
 def test_lines_are_put_together_from_pieces_and_the_last_one_is_kept(tmp_path, capsys):
-    with settled(tmp_path, rank=0) as console:
+    with committed(tmp_path, rank=0) as console:
         print(" validation ", end="")
         print("loss at iteration 1\nhid", end="", flush=True)
         sys.stdout.write("den")
@@ -84,14 +84,14 @@ def test_lines_are_put_together_from_pieces_and_the_last_one_is_kept(tmp_path, c
 
 @pytest.mark.parametrize(("rank", "screen"), [(0, "hello\nyou\n"), (1, "")])
 def test_one_rank_speaks_and_all_log_it(tmp_path, capsys, rank, screen):
-    with settled(tmp_path, rank=rank) as console:
+    with committed(tmp_path, rank=rank) as console:
         console.say("hello\nyou")
     assert capsys.readouterr().out == screen
     assert (tmp_path / f"rank-{rank}.log").read_text() == "hello\nyou\n"
 
 
 def test_warnings_and_log_records_go_to_the_log(tmp_path, capsys):
-    with settled(tmp_path, rank=0) as console, warnings.catch_warnings():
+    with committed(tmp_path, rank=0) as console, warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("something is odd", stacklevel=1)
         logging.getLogger("library").warning("also odd")
@@ -104,7 +104,7 @@ def test_warnings_and_log_records_go_to_the_log(tmp_path, capsys):
 
 def test_a_log_is_continued_by_the_next_start(tmp_path):
     for text in ("first", "second"):
-        with settled(tmp_path / "log", rank=0) as console:
+        with committed(tmp_path / "log", rank=0) as console:
             print(text)
     assert console.log_path.read_text() == "first\nsecond\n"
 
@@ -120,8 +120,8 @@ def test_the_log_has_what_was_printed_before_the_run_began(temporary_logs):
     folder = temporary_logs / "log"
     with Console(folder, rank=1) as console:
         print("checks")
-        console.settle()
-        console.settle()  # again is no harm
+        console.commit_log()
+        console.commit_log()  # again is no harm
         print("training")
     assert list(temporary_logs.rglob("*.log")) == [folder / "rank-1.log"]
     assert console.log_path.read_text() == "checks\ntraining\n"
@@ -130,7 +130,7 @@ def test_the_log_has_what_was_printed_before_the_run_began(temporary_logs):
 def test_everything_is_given_back(tmp_path):
     before = (sys.stdout, warnings.showwarning, list(logging.getLogger().handlers))
     with pytest.raises(RuntimeError, match="broken"):
-        use(settled(tmp_path, rank=0), RuntimeError("broken"))
+        use(committed(tmp_path, rank=0), RuntimeError("broken"))
     assert (sys.stdout, warnings.showwarning, list(logging.getLogger().handlers)) == before
 
 
@@ -191,7 +191,7 @@ def test_a_meaning_is_whole_sentences(known):
 
 
 def test_a_known_warning_is_explained_below_its_first_occurrence(tmp_path, capsys):
-    with settled(tmp_path, rank=0) as console:
+    with committed(tmp_path, rank=0) as console:
         for _ in range(3):
             logging.getLogger("megatron").warning(WARNINGS[0])
         print(WARNINGS[1])

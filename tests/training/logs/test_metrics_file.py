@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_switch.moe.metrics.routing_counts import LADDER, RoutingReport
+from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, RoutingReport
 from megatron_switch.training.logs.metrics_file import SCHEMA, MetricsFile, StepWriter
 
 NUM_EXPERTS = 4
@@ -31,7 +31,7 @@ def report():
         z_loss_L=torch.tensor([2.0, 4.0]),
         tokens_L=torch.tensor([32.0, 32.0]),
         dropped_L=torch.tensor([0.0, 0.5]),
-        ladder_LF=torch.zeros(2, len(LADDER)),
+        sweep_dropped_LF=torch.zeros(2, len(CAPACITY_FACTOR_SWEEP)),
         load_LE=torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.4, 0.1, 0.0]]),
     )
 

@@ -58,8 +58,8 @@ def folder(tmp_path):
 def started(folder, **changes):
     """Start the folder's run, as rank 0 does."""
     args = arguments(**changes)
-    folder.refuse_strangers()
-    folder.claim(args)
+    folder.check_ownership()
+    folder.check_identity(args)
     folder.path.mkdir(exist_ok=True)
     folder.describe(args, ["--lr", "1e-3", "--data-path", "my text"], "cpu")
     return json.loads((folder.path / "run.json").read_text())
@@ -120,14 +120,14 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(folder):
     for name in ("photos", "thesis.tex", "log"):
         (folder.path / name).touch()
     with pytest.raises(ConfigError, match=r"no run\.json: it has photos, thesis\.tex\. Give a new"):
-        folder.refuse_strangers()
+        folder.check_ownership()
     assert len(list(folder.path.iterdir())) == 3
 
 
 def test_a_file_is_refused(folder):
     folder.path.touch()
     with pytest.raises(ConfigError, match=r"--switch-run-dir .*run is a file\. Give a folder"):
-        folder.refuse_strangers()
+        folder.check_ownership()
 
 
 def test_the_same_run_may_start_again(folder):
@@ -226,23 +226,23 @@ def test_resume_starts_the_launcher_that_left_its_command(folder, monkeypatch, t
 
 
 def test_a_folder_that_is_not_there_is_nobodys_and_is_not_made(folder):
-    folder.hold()
+    folder.lock()
     assert not folder.path.exists()
 
 
 def test_one_process_at_a_time_trains_in_a_folder(folder):
     folder.path.mkdir()
-    folder.hold()
+    folder.lock()
     with pytest.raises(
         ConfigError, match=f"Another process is training in --switch-run-dir {folder.path}"
     ):
-        RunFolder(folder.path).hold()
-    assert folder._lock is not None
-    folder._lock.close()
-    RunFolder(folder.path).hold()
+        RunFolder(folder.path).lock()
+    assert folder._lock_file is not None
+    folder._lock_file.close()
+    RunFolder(folder.path).lock()
 
 
 def test_a_held_folder_is_still_nobodys(folder):
     folder.path.mkdir()
-    folder.hold()
-    folder.refuse_strangers()
+    folder.lock()
+    folder.check_ownership()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny_run import EXACT, trained
 
-from megatron_switch.moe.metrics.routing_counts import LADDER, RoutingReport
+from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, RoutingReport
 from megatron_switch.training.loop import evaluation
 from megatron_switch.training.loop.evaluation import EvaluationProgress, EvaluationReporter
 
@@ -18,7 +18,7 @@ def report():
         z_loss_L=torch.ones(1),
         tokens_L=torch.tensor([32.0]),
         dropped_L=torch.tensor([0.25]),
-        ladder_LF=torch.zeros(1, len(LADDER)),
+        sweep_dropped_LF=torch.zeros(1, len(CAPACITY_FACTOR_SWEEP)),
         load_LE=torch.tensor([[0.75, 0.25]]),
     )
 

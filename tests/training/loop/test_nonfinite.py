@@ -13,7 +13,7 @@ from torch import nn
 from megatron_switch.errors import NumericError
 from megatron_switch.moe.metrics.routing_counts import row_width
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
-from megatron_switch.moe.metrics.tracker import step_is_spoiled as active_step_is_spoiled
+from megatron_switch.moe.metrics.tracker import step_is_skipped as active_step_is_skipped
 from megatron_switch.testing.checkpoints import compare_checkpoints
 from megatron_switch.testing.ranks import run_ranks
 from megatron_switch.training.loop import nonfinite
@@ -47,7 +47,7 @@ class Step:
 
     def end(self):
         self.guard([self.chunk], None)
-        return self.tracker.step_is_spoiled
+        return self.tracker.step_is_skipped
 
 
 def test_layers_and_ranks_are_named_on_every_rank():
@@ -84,7 +84,7 @@ def _check_other_errors(rank):
     assert Step().guard.explain(RuntimeError("the disk is full")) is None
 
 
-def test_a_step_is_spoiled_until_it_is_reported():
+def test_a_step_is_skipped_until_it_is_reported():
     run_ranks(_check_skip, 2)
 
 
@@ -94,13 +94,13 @@ def _check_skip(rank):
     if rank == 0:
         note(step.tracker, 8, NAN)
     assert step.end()
-    assert active_step_is_spoiled()
+    assert active_step_is_skipped()
     assert step.lines == [
         "Iteration 7: the router's logits are not finite in layer 8 (rank 0). The step is skipped."
     ]
     assert len(step.finalized) == 2  # the ranks stay in step
     step.tracker.report(1.0, 7)
-    assert not active_step_is_spoiled()
+    assert not active_step_is_skipped()
     assert not step.end()
 
 
@@ -120,9 +120,9 @@ def _check_gradients(rank):
     assert not Step("raise", gradient=gradient).end()  # Megatron's own check is on
 
 
-def test_another_tracker_spoils_nothing():
+def test_another_tracker_skips_no_step():
     set_moe_metrics_tracker(None)
-    assert not active_step_is_spoiled()
+    assert not active_step_is_skipped()
 
 
 def break_logits(layer, on_rank):

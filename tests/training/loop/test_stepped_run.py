@@ -33,7 +33,7 @@ def losses(flags, *, evaluate_after=None, hooks=None, steps=3):
             outcomes.append(run.step())
             if step == evaluate_after:
                 assert run.evaluate(batches(1000)).routing.tokens_L.sum() > 0
-        run.settle()
+        run.sync_parameters()
     return [(outcome.loss, outcome.grad_norm) for outcome in outcomes]
 
 
