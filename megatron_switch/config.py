@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import flag_name
 
 FLAG_PREFIX = "switch_"
 """What an attribute of Megatron's argument namespace starts with when it is ours."""
@@ -173,11 +174,6 @@ class SwitchConfig:
         return cls(**{field.name: getattr(args, FLAG_PREFIX + field.name) for field in fields(cls)})
 
 
-def flag_name(field_name: str) -> str:
-    """Return the command-line flag of a :class:`SwitchConfig` field, leading dashes included."""
-    return "--" + (FLAG_PREFIX + field_name).replace("_", "-")
-
-
 def _at_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
-        raise ConfigError(f"{flag_name(name)} must be at least {least}, got {value}.")
+        raise ConfigError(f"{flag_name(FLAG_PREFIX + name)} must be at least {least}, got {value}.")

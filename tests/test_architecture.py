@@ -24,7 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("megatron_switch", "errors"),
     # L1: plain values, answered at once on a login node; no torch
     ("utils",),
-    ("config", "moe.capacity"),
+    ("flags.argv", "config", "moe.capacity"),
     ("flags",),
     ("upstream.version", "upstream.patching"),
     ("layout",),

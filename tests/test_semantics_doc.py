@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_switch.config import SwitchConfig, flag_name
+from megatron_switch.config import FLAG_PREFIX, SwitchConfig
+from megatron_switch.flags.argv import attribute_of, flag_name
 from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.training.arguments.parser import parse_command_line
 
@@ -28,7 +29,7 @@ def test_every_flag_exists():
     args = parse_command_line([]).args
     flags = set(re.findall(r"`(--[a-z0-9-]+)[ `]", PAGE))
     assert len(flags) > 15
-    assert [flag for flag in flags if not hasattr(args, flag[2:].replace("-", "_"))] == []
+    assert [flag for flag in flags if not hasattr(args, attribute_of(flag))] == []
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_every_choice_of_a_setting_is_explained():
         "nonfinite": ("skip", "ignore"),
     }
     for field, choices in explained.items():
-        assert flag_name(field) in PAGE
+        assert flag_name(FLAG_PREFIX + field) in PAGE
         for choice in choices:
             assert f"`{choice}`" in PAGE or f" {choice}`" in PAGE, choice
 

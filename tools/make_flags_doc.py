@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_switch.emulation import import_megatron
+from megatron_switch.flags.argv import flag_name
 from megatron_switch.flags.megatron_moe import FLAGS, FlagClass, fixed_defaults
 from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.flags.train_flags import NAMES_FILE
@@ -102,13 +103,13 @@ def _values(action: argparse.Action) -> str:
 def _recipe_rows() -> Iterable[tuple[str, ...]]:
     for name in next(iter(RECIPES.values())):
         values = [_value(recipe[name]) for recipe in RECIPES.values()]
-        yield f"`{_flag(name)}`", *values
+        yield f"`{flag_name(name)}`", *values
 
 
 def _default_rows() -> Iterable[tuple[str, ...]]:
     for name, value in SWITCH_DEFAULTS.items():
         if name not in fixed_defaults():  # those stand in the last table
-            yield f"`{_flag(name)}`", _value(value)
+            yield f"`{flag_name(name)}`", _value(value)
 
 
 def _megatron_rows() -> Iterable[tuple[str, ...]]:
@@ -119,10 +120,6 @@ def _megatron_rows() -> Iterable[tuple[str, ...]]:
 def _class(rule: FlagClass) -> str:
     values = "" if rule.kind == "refused" else " or ".join(_value(v) for v in rule.accepted)
     return f"{rule.kind}: {values}" if values else rule.kind
-
-
-def _flag(attribute: str) -> str:
-    return "--" + attribute.replace("_", "-")
 
 
 def _value(value: object) -> str:

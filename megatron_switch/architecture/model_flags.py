@@ -1,4 +1,4 @@
-"""The model as flags: named models, JSON files and words of a command line become a shape.
+"""The model as flags: named models, JSON files and command lines become a shape.
 
 A model file is a JSON object of Megatron's and our flags without the leading dashes. The same files
 serve ``--switch-model`` in training, the planner, the rehearsal and benchmarks, so that all of them
@@ -8,7 +8,7 @@ The padded vocabulary is that of :mod:`megatron_switch.models.vocabulary`.
 """
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,27 +54,6 @@ def read_model(name: str) -> dict[str, object]:
         if name not in flag_names():
             raise file.refuse(key, f"there is no flag --{name}.{suggestion(name)}")
         flags[name] = value
-    return flags
-
-
-def flags_of_words(words: Sequence[str]) -> dict[str, object]:
-    """Return the flags of a command line; several values of one flag become a list.
-
-    Raises:
-        ConfigError: If the words do not begin with a flag.
-    """
-    flags: dict[str, object] = {}
-    name = None
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            flags[name] = value if "=" in word else True
-        elif name is None:
-            raise ConfigError(f"Pretrain flags begin with two dashes, but '{word}' comes first.")
-        else:
-            before = flags[name]
-            more = [*before, word] if isinstance(before, list) else [str(before), word]
-            flags[name] = word if before is True else more
     return flags
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import attribute_of
 
 FlagKind = Literal["honoured", "fixed", "refused", "harmless"]
 
@@ -237,11 +238,6 @@ FLAGS: dict[str, FlagClass] = {
 
 _LISTS_OF_ONE = {"--moe-aux-loss-coeff", "--moe-router-load-balancing-type"}
 """Flags that take several values in Megatron, which adds up several balancing losses."""
-
-
-def attribute_of(flag: str) -> str:
-    """Return the attribute of Megatron's argument namespace that holds a flag's value."""
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def fixed_defaults() -> dict[str, object]:

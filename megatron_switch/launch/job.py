@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_switch.architecture.model_flags import FlagValues, flags_of_words, read_model
+from megatron_switch.architecture.model_flags import FlagValues, read_model
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
@@ -95,7 +96,7 @@ class Job:
         _check_container(self.container, self.run_dir)
         refuse_unknown(self.flags)
         given = {"switch-run-dir": "--run-dir", "switch-device": "sbatch's own words"}
-        for flag in given.keys() & flags_of_words(self.flags).keys():
+        for flag in given.keys() & flags_of_argv(self.flags).keys():
             raise ConfigError(
                 f"The scripts set --{flag} themselves: leave it out and use {given[flag]}."
             )
@@ -129,7 +130,7 @@ class Job:
     @cached_property
     def values(self) -> FlagValues:
         """The flags by name, those of ``--switch-model`` included."""
-        given = flags_of_words(self.flags)
+        given = flags_of_argv(self.flags)
         model = given.get("switch-model")
         return FlagValues(given if model is None else {**read_model(str(model)), **given})
 

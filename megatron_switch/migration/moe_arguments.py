@@ -11,6 +11,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import flag_name
 from megatron_switch.migration.translation import Translation
 
 _SWITCH_OFF = ("false", "no", "0", "off")
@@ -56,7 +57,7 @@ def _finite(text: str) -> float:
 def with_hyphens(words: Sequence[str]) -> list[str]:
     """Return words in whose flags underscores are hyphens, as in ``--expert_parallel_size``."""
     return [
-        "=".join([word.split("=", 1)[0].replace("_", "-"), *word.split("=", 1)[1:]])
+        "=".join([flag_name(word.split("=", 1)[0]), *word.split("=", 1)[1:]])
         if word.startswith("--")
         else word
         for word in words

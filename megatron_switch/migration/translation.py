@@ -1,7 +1,9 @@
 """Flags that mean the same, and notes on what has no equal."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_switch.flags.argv import argv_of
 
 
 @dataclass(frozen=True)
@@ -22,28 +24,25 @@ class Translation:
     """Flags and notes, in the order in which settings were read.
 
     Attributes:
-        flags: Values by flag; None for a flag without one.
+        flags: Values by flag; True for a flag without one.
         notes: What to know.
     """
 
-    flags: dict[str, str | None] = field(default_factory=dict)
+    flags: dict[str, str | Literal[True]] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 
-    def set(self, flag: str, value: object = None) -> None:
+    def set(self, flag: str, value: object = True) -> None:
         """Add a flag, or replace its value."""
-        self.flags[flag] = None if value is None else _text(value)
+        self.flags[flag] = True if value is True else _text(value)
 
     def note(self, setting: str, text: str) -> None:
         """Add a note."""
         self.notes.append(Note(setting, text))
 
-    def words(self) -> list[str]:
-        """Return the flags as words of a command line."""
-        return [word for pair in self.flags.items() for word in _present(pair)]
-
-
-def _present(words: Iterable[str | None]) -> list[str]:
-    return [word for word in words if word is not None]
+    @property
+    def argv(self) -> list[str]:
+        """The flags as words of a command line."""
+        return argv_of(self.flags)
 
 
 def _text(value: object) -> str:

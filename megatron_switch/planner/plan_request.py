@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from megatron_switch.architecture.model_flags import (
     FlagValues,
     capacity_of,
-    flags_of_words,
     read_model,
     shape_of,
 )
 from megatron_switch.architecture.parameters import GPTShape
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import argv_of, flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.layout.sizes import FLAGS
 from megatron_switch.layout.workload import Dispatch, Training
@@ -32,7 +32,7 @@ class PlannedModel:
         name: For people.
         shape: What decides its parameters.
         training: Sequence, capacity, precision and dropout.
-        words: The flags that describe it, for ``megatron-switch train``.
+        argv: The flags of ``megatron-switch train`` that describe it, without the planned ones.
         fixed: Parallel sizes and micro-batch that were given.
         dispatches: Dispatch modes to consider.
         global_batch_size: As given, or None.
@@ -41,7 +41,7 @@ class PlannedModel:
     name: str
     shape: GPTShape
     training: Training
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     fixed: dict[str, int]
     dispatches: tuple[Dispatch, ...]
     global_batch_size: int | None
@@ -52,13 +52,13 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
 
     Args:
         name: Named model or JSON file; None where the flags say it all.
-        pretrain: Words of a ``megatron-switch train`` command line.
+        pretrain: Flags of a ``megatron-switch train`` command line.
 
     Raises:
         ConfigError: If there is no model, or a flag that matters cannot be used.
     """
     refuse_unknown(pretrain)
-    given = flags_of_words(pretrain)
+    given = flags_of_argv(pretrain)
     name = str(given["switch-model"]) if name is None and "switch-model" in given else name
     if name is None and not given:
         raise ConfigError(
@@ -69,13 +69,14 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
     mode = values.text("switch-dispatch", "auto")
     if mode not in _MODES:
         raise ConfigError(f"--switch-dispatch is auto, packed or padded, got {mode}.")
-    words = ["--switch-model", name] if name is not None else []
-    words += _words_of({key: value for key, value in given.items() if key != "switch-model"})
+    argv = ["--switch-model", name] if name is not None else []
+    kept = given.keys() - {*PLANNED_FLAGS, "switch-model"}
+    argv += argv_of({flag: value for flag, value in given.items() if flag in kept})
     return PlannedModel(
         name=name or "pretrain flags",
         shape=shape_of(flags),
         training=_training(values),
-        words=tuple(words),
+        argv=tuple(argv),
         fixed=_fixed(values),
         dispatches=_MODES[mode],
         global_batch_size=values.whole("global-batch-size"),
@@ -99,17 +100,3 @@ def _fixed(values: FlagValues) -> dict[str, int]:
     found = {name: values.whole(flag.removeprefix("--")) for name, flag in FLAGS.items()}
     found["micro_batch_size"] = values.whole("micro-batch-size")
     return {name: size for name, size in found.items() if size is not None}
-
-
-def _words_of(flags: dict[str, object]) -> list[str]:
-    """Return flags as words, without those that a plan decides."""
-    words: list[str] = []
-    for name, value in flags.items():
-        if name in PLANNED_FLAGS:
-            continue
-        words.append(f"--{name}")
-        if isinstance(value, list):
-            words += [str(part) for part in value]
-        elif value is not True:
-            words.append(str(value))
-    return words

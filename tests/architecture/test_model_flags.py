@@ -6,7 +6,6 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 
 from megatron_switch.architecture.model_flags import (
     capacity_of,
-    flags_of_words,
     model_names,
     read_model,
     shape_of,
@@ -146,14 +145,6 @@ def test_a_t5_has_both_stacks():
     assert (shape.num_layers, shape.sparse_layers) == (2, (2,))
     shape = shape_of({**BASE, "switch-arch": "t5", "switch-decoder-layer-freq": "[1,0,0,0]"})
     assert shape.sparse_layers == (1,)
-
-
-def test_words_become_flags():
-    words = ["--a", "1", "--b", "--c=x", "--d", "1", "2", "3", "--e", "-1"]
-    expected = {"a": "1", "b": True, "c": "x", "d": ["1", "2", "3"], "e": "-1"}
-    assert flags_of_words(words) == expected
-    with pytest.raises(ConfigError, match=r"begin with two dashes, but 'train' comes first"):
-        flags_of_words(["train", "--a"])
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import attribute_of
 from megatron_switch.flags.megatron_moe import (
     FLAGS,
     NAME_PARTS,
-    attribute_of,
     check_megatron_flags,
     fixed_defaults,
     ignored_flags,

@@ -62,18 +62,18 @@ def test_a_whole_configuration(tmp_path):
         "--lr-warmup-iters": "2000",
         "--lr-decay-iters": "100000",
         "--train-iters": "100000",
-        "--bf16": None,
+        "--bf16": True,
         "--clip-grad": "1",
-        "--use-distributed-optimizer": None,
-        "--overlap-grad-reduce": None,
-        "--overlap-param-gather": None,
+        "--use-distributed-optimizer": True,
+        "--overlap-grad-reduce": True,
+        "--overlap-param-gather": True,
         "--ddp-bucket-size": "500000000",
         "--tensorboard-dir": "tb",
     }
     assert found.flags == expected
     assert list(notes(found)) == ["gradient_accumulation_steps"]
-    assert found.words()[:2] == ["--log-interval", "50"]
-    assert "--bf16" in found.words()
+    assert found.argv[:2] == ["--log-interval", "50"]
+    assert "--bf16" in found.argv
 
 
 def test_every_key_is_a_flag_or_a_note(tmp_path):
@@ -133,7 +133,7 @@ def test_deepspeeds_defaults_are_written_out(tmp_path):
 )
 def test_zero_stages(tmp_path, stage, flags):
     found = translate(tmp_path, {"zero_optimization": {"stage": stage, "overlap_comm": False}})
-    words = set(found.words())
+    words = set(found.argv)
     kinds = {"--use-distributed-optimizer", "--use-megatron-fsdp", "optim_grads"}
     assert words & (kinds | {"optim_grads_params"}) == flags
     assert ("--overlap-grad-reduce" in words) is False

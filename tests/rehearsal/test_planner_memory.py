@@ -10,7 +10,8 @@ import shlex
 import pytest
 from support.observed_run import observed, rehearsed
 
-from megatron_switch.architecture.model_flags import capacity_of, flags_of_words, shape_of
+from megatron_switch.architecture.model_flags import capacity_of, shape_of
+from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.cost.memory import predict
@@ -54,7 +55,7 @@ def flags_of(base, sizes):
 
 
 def predicted(flags, sizes, *, stage=0, dispatch="padded"):
-    values = flags_of_words(shlex.split(flags))
+    values = flags_of_argv(shlex.split(flags))
     training = Training(
         seq_length=int(values["seq-length"]),
         micro_batch_size=2,

@@ -9,7 +9,8 @@ import shlex
 import pytest
 from support.observed_run import rehearsed
 
-from megatron_switch.architecture.model_flags import capacity_of, flags_of_words, shape_of
+from megatron_switch.architecture.model_flags import capacity_of, shape_of
+from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.cost.memory import predict
@@ -43,7 +44,7 @@ def rank_0(flags, world_size=8):
 
 
 def predicted(flags, layout, **training):
-    values = flags_of_words(shlex.split(f"{MODEL} {flags}"))
+    values = flags_of_argv(shlex.split(f"{MODEL} {flags}"))
     common = {
         "seq_length": 512,
         "micro_batch_size": 2,

@@ -23,8 +23,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_switch.checkpoint.load.lr_agreement import check_schedule
-from megatron_switch.config import FLAG_PREFIX, SwitchConfig, flag_name
+from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import CheckpointError
+from megatron_switch.flags.argv import flag_name
 
 FREE_SETTINGS = frozenset(
     {
@@ -210,7 +211,8 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
         )
     if missing:
         listing = ", ".join(
-            f"{flag_name(name)} {getattr(args, FLAG_PREFIX + name)}" for name in missing
+            f"{flag_name(FLAG_PREFIX + name)} {getattr(args, FLAG_PREFIX + name)}"
+            for name in missing
         )
         author = "stock Megatron" if is_stock else "an older release"
         messages.append(
@@ -337,7 +339,7 @@ def _of(namespace: Namespace, name: str, default: Any = None) -> Any:
 def _flag(name: str) -> str:
     if name == "add_bias_linear":  # the one flag that says the opposite of its attribute
         return "add_bias_linear (off with --disable-bias-linear)"
-    return "--" + name.replace("_", "-")
+    return flag_name(name)
 
 
 def _activation(namespace: Namespace) -> str | None:

@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_switch.errors import LayoutError
+from megatron_switch.flags.argv import flag_name
 
 _ATTRIBUTES = {
     "first": "decoder_first_pipeline_num_layers",
@@ -21,7 +22,7 @@ _ATTRIBUTES = {
     "spelled": "pipeline_model_parallel_layout",
 }
 PLACEMENT_FLAGS: Mapping[str, str] = {
-    name: "--" + attribute.replace("_", "-") for name, attribute in _ATTRIBUTES.items()
+    name: flag_name(attribute) for name, attribute in _ATTRIBUTES.items()
 }
 """The flag of each field of :class:`Placement`."""
 

@@ -8,7 +8,7 @@ import math
 from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
-from megatron_switch.flags.words_after import count
+from megatron_switch.commands.argument_types import count
 
 DTYPE_NAMES = ("keep", "bf16", "fp32")
 MODEL_TYPES = (

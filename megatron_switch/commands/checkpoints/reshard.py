@@ -18,6 +18,7 @@ from megatron_switch.checkpoint.reshard.resharding import (
 from megatron_switch.commands.checkpoints.parsers import RESHARD_SIZES, reshard_parser
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import CheckpointError, LayoutError
+from megatron_switch.flags.argv import attribute_of
 from megatron_switch.layout.grid import Layout
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
@@ -62,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _layout(own: Namespace, args: Namespace, placement: Placement) -> Layout:
     """Return the new layout, checked against the model as at the start of a run."""
-    sizes = {name: getattr(own, flag.replace("-", "_")) for flag, name in RESHARD_SIZES.items()}
+    sizes = {name: getattr(own, attribute_of(flag)) for flag, name in RESHARD_SIZES.items()}
     of_experts = [flag for flag, name in RESHARD_SIZES.items() if name in ("ep", "etp")]
     for flag in of_experts:
         size = sizes[RESHARD_SIZES[flag]]

@@ -128,7 +128,7 @@ def _from_megatron(own: Namespace) -> _Dense:
         if key not in others
     )
     names = ("tokenizer_type", "tokenizer_model", "vocab_size", "bf16", "fp16")
-    flags = {name.replace("_", "-"): getattr(args, name, None) for name in names}
+    flags = {name: getattr(args, name, None) for name in names}
     return _Dense(model, chunks, flags)
 
 

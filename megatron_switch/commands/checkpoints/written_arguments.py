@@ -13,22 +13,12 @@ from typing import Any
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
+from megatron_switch.flags.argv import argv_of
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.loop.global_state import validate
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch
 from megatron_switch.training.preflight.flag_checks import check_layout
-
-
-def words_of_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags, named without dashes, as words of a command line; True stands alone."""
-    words = []
-    for name, value in flags.items():
-        if value is True:
-            words.append(f"--{name}")
-        elif value is not False and value is not None:
-            words += [f"--{name}", str(value)]
-    return words
 
 
 def written_arguments(flags: Mapping[str, Any], *, padded_vocab_size: int) -> Namespace:
@@ -41,7 +31,7 @@ def written_arguments(flags: Mapping[str, Any], *, padded_vocab_size: int) -> Na
     Raises:
         ConfigError: Megatron refuses the flags.
     """
-    line = parse_command_line([*words_of_flags(flags), "--switch-device", "cpu"])
+    line = parse_command_line([*argv_of(flags), "--switch-device", "cpu"])
     args = line.args
     # Megatron prints all of its thousand arguments; what is wrong with them arrives as an error.
     with cuda_on_cpu(), redirect_stdout(StringIO()):

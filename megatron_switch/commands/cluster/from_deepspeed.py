@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_switch.flags.words_after import count
+from megatron_switch.commands.argument_types import count
 from megatron_switch.migration.deepspeed import Job, check_job, translate_config
 from megatron_switch.migration.moe_arguments import (
     add_moe_arguments,
@@ -65,6 +65,6 @@ def _launch_line(found: Translation, nodes: int, gpus: int) -> str:
         lines[0] += " --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
     lines.append("-m megatron_switch train")
     for flag, value in found.flags.items():
-        lines.append(flag if value is None else f"{flag} {shlex.quote(value)}")
+        lines.append(flag if value is True else f"{flag} {shlex.quote(value)}")
     lines.append('"${MODEL_AND_DATA[@]}"')
     return " \\\n  ".join(lines)

@@ -17,9 +17,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_switch.architecture.model_flags import model_names
+from megatron_switch.commands.argument_types import count
 from megatron_switch.commands.cluster.plan_report import Report
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.words_after import count, split_at_dashes
+from megatron_switch.flags.argv import split_train_flags
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Slots
 from megatron_switch.planner.grid_form import GridForm, nearest_that_fit, states_by_sharding
@@ -52,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: If nothing can be planned; the message says what would help.
     """
-    words, pretrain = split_at_dashes(argv)
+    words, pretrain = split_train_flags(argv)
     options = _parser().parse_args(words)
     _check_options(options)
     model = planned_model(options.model, pretrain)
@@ -67,12 +68,12 @@ def run(argv: Sequence[str]) -> int:
         text = json.dumps(hardware_as_json(request.hardware), indent=2)
         Path(options.write_hardware).write_text(text + "\n", encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else _WIDE, soft_wrap=True)
-    report = Report(console, request, model.words)
+    report = Report(console, request, model.argv)
     if options.grid is not None:
         return _answer_grid(form, request, report, model)
     plans = find_plans(request, count=options.count)
     if options.json:
-        print(json.dumps(plans_as_json(plans.best, request, model.words), indent=2))
+        print(json.dumps(plans_as_json(plans.best, request, model.argv), indent=2))
         return 0
     report.head(model.name)
     if options.explain is not None:

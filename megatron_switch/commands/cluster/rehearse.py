@@ -18,13 +18,13 @@ from rich.console import Console
 
 from megatron_switch.architecture.model_flags import (
     FlagValues,
-    flags_of_words,
     model_file,
     model_names,
     read_model,
 )
+from megatron_switch.commands.argument_types import count
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.words_after import count, split_at_dashes
+from megatron_switch.flags.argv import flags_of_argv, split_train_flags
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER
 
 _WIDE = 120
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: What the launch would raise, or what cannot be rehearsed.
     """
-    words, flags = split_at_dashes(argv)
+    words, flags = split_train_flags(argv)
     options = _parser().parse_args(words)
     if options.model is not None:
         flags = [*model_words(options.model, options.world_size), *flags]
@@ -140,7 +140,7 @@ def _ranks(options: Namespace, flags: Sequence[str]) -> list[int]:
                 f"{outside[0]}. Change --rank or --world-size."
             )
         return list(dict.fromkeys(options.rank))
-    values = FlagValues(flags_of_words(flags))
+    values = FlagValues(flags_of_argv(flags))
     sizes = {
         axis: values.whole(name, 1) or 1
         for axis, name in {

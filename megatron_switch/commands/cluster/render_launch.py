@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_switch.commands.argument_types import count
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.words_after import count, split_at_dashes
+from megatron_switch.flags.argv import split_train_flags
 from megatron_switch.launch.environment import generation_of
 from megatron_switch.launch.job import Container, Job
 from megatron_switch.launch.render import rehearsal_flags, render_sbatch, render_shell
@@ -35,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SwitchError: If the job cannot be launched, or the scripts cannot be written.
     """
-    words, flags = split_at_dashes(argv)
+    words, flags = split_train_flags(argv)
     options = _parser().parse_args(words)
     job = _job(options, flags)
     generation = options.generation or generation_of(job.hardware.gpu)
@@ -173,7 +174,7 @@ def _job(options: Namespace, flags: Sequence[str]) -> Job:
 
 def _without_output(argv: Sequence[str]) -> list[str]:
     """Return the words that decide what is in the scripts, and not where they are."""
-    words, flags = split_at_dashes(argv)
+    words, flags = split_train_flags(argv)
     kept: list[str] = []
     for place, word in enumerate(words):
         if word in ("--force", "--output") or word.startswith("--output="):

@@ -21,6 +21,7 @@ from megatron.training.arguments import moe_freq_type
 from megatron_switch.data.span_corruption import plan_spans
 from megatron_switch.data.text_to_text import SUFFIX
 from megatron_switch.errors import ConfigError, LayoutError
+from megatron_switch.flags.argv import flag_name
 from megatron_switch.models.gpt import check_layer_pattern, switch_layer_pattern
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.arguments.parser import CommandLine
@@ -96,7 +97,7 @@ def check_t5(args: Namespace) -> None:
         )
     for name, reason in _REFUSED.items():
         if getattr(args, name):
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             raise ConfigError(
                 f"{flag} cannot be used with --switch-arch t5. {reason} Leave it out."
             )

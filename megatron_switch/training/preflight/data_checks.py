@@ -11,6 +11,7 @@ from megatron_switch.data.indexed_files import check_indexed_dataset
 from megatron_switch.data.span_corruption import check_sentinels
 from megatron_switch.data.splits import SPLITS, check_splits, split_weights
 from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.flags.argv import flag_name
 from megatron_switch.training.arguments.named_data import named_data
 from megatron_switch.training.arguments.t5_arguments import reads_pairs
 from megatron_switch.training.preflight.t5_data import check_pair_files, sentinels, span_plan
@@ -34,7 +35,7 @@ def check_data_flags(args: Namespace) -> None:
     named = named_data(args)
     _check_sources(args, named)
     for name, words in named.items():
-        _check_blend(_flag(name), words)
+        _check_blend(flag_name(name), words)
     if args.split is not None:
         split_weights(args.split)
     if not (args.skip_train or args.mock_data):
@@ -98,8 +99,8 @@ def _check_sources(args: Namespace, named: Mapping[str, list[str]]) -> None:
     for name in _OTHER_DATA_SETS:
         if getattr(args, name):
             raise ConfigError(
-                f"{_flag(name)} asks for samples of another form than this program's, which are "
-                "documents one after the other, cut to --seq-length. Leave it out; with "
+                f"{flag_name(name)} asks for samples of another form than this program's, which "
+                "are documents one after the other, cut to --seq-length. Leave it out; with "
                 "--reset-attention-mask and --reset-position-ids documents that share a sample do "
                 "not see each other."
             )
@@ -191,7 +192,3 @@ def _is_weight(word: str) -> bool:
 
 def _is_share(weight: float) -> bool:
     return math.isfinite(weight) and weight >= 0
-
-
-def _flag(attribute: str) -> str:
-    return "--" + attribute.replace("_", "-")

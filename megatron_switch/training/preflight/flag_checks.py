@@ -10,6 +10,7 @@ from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import flag_name
 from megatron_switch.flags.megatron_moe import check_megatron_flags, ignored_flags
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
@@ -109,7 +110,7 @@ def ignored_switch_flags(
         kept = {"switch_" + name for name in _ALSO_DENSE}
         names = [n for n in explicit if n.startswith("switch_") and n not in kept]
         idle = {name: why for name, why in idle.items() if name in explicit}
-        return {_flag(name): idle.get(name, reason) for name in sorted({*names, *idle})}
+        return {flag_name(name): idle.get(name, reason) for name in sorted({*names, *idle})}
     if switch.capacity is not None:
         idle |= dict.fromkeys(_FACTOR_FLAGS, f"--switch-capacity {switch.capacity} is absolute.")
     elif _never_drops(args, switch):
@@ -118,7 +119,7 @@ def ignored_switch_flags(
         idle["switch_metrics_interval"] = (
             "there is no --switch-metrics-file, --switch-run-dir or --tensorboard-dir."
         )
-    return {_flag(name): reason for name, reason in idle.items() if name in explicit}
+    return {flag_name(name): reason for name, reason in idle.items() if name in explicit}
 
 
 def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
@@ -157,7 +158,7 @@ def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
 
 
 def _check_required(args: Namespace) -> None:
-    missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
+    missing = [flag_name(name) for name in _REQUIRED if getattr(args, name) is None]
     if not args.skip_train:
         missing += [] if args.lr is not None else ["--lr"]
         missing += [] if args.train_iters or args.train_samples else ["--train-iters"]
@@ -231,10 +232,6 @@ def _check_optimizer(args: Namespace) -> None:
             "not import here. Install it (pip install emerging-optimizers), or use --optimizer "
             "adam."
         )
-
-
-def _flag(attribute: str) -> str:
-    return "--" + attribute.replace("_", "-")
 
 
 def _never_drops(args: Namespace, switch: SwitchConfig) -> bool:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import flag_name
 
 
 def check_schedule(args: Namespace) -> None:
@@ -33,7 +34,7 @@ def check_schedule(args: Namespace) -> None:
     for name in ("min_lr", "lr_warmup_init"):
         low = getattr(args, name)
         if low > args.lr:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             raise ConfigError(
                 f"The learning rate does not go above --lr, which is {args.lr:g}, but {flag} is "
                 f"{low:g}. Lower it, or raise --lr."

@@ -3,8 +3,9 @@
 import pytest
 
 from megatron_switch.checkpoint.convert.gpt_model import gpt_flags, gpt_from_args
-from megatron_switch.commands.checkpoints.written_arguments import words_of_flags, written_arguments
+from megatron_switch.commands.checkpoints.written_arguments import written_arguments
 from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.flags.argv import flag_name
 
 FLAGS = {
     "num-layers": 4,
@@ -16,11 +17,6 @@ FLAGS = {
     "tokenizer-type": "NullTokenizer",
     "vocab-size": 127,
 }
-
-
-def test_flags_become_words():
-    flags = {"a": True, "b": False, "c": None, "d": 1.5, "e": "[0,1]"}
-    assert words_of_flags(flags) == ["--a", "--d", "1.5", "--e", "[0,1]"]
 
 
 def test_defaults_are_a_runs_and_nothing_is_printed(capsys):
@@ -71,6 +67,6 @@ def test_a_model_described_by_its_flags_is_the_same_model(more):
 def test_a_part_that_no_conversion_knows_is_named(name, value):
     args = written_arguments(FLAGS, padded_vocab_size=128)
     setattr(args, name, value)
-    flag = "--" + name.replace("_", "-")
+    flag = flag_name(name)
     with pytest.raises(CheckpointError, match=rf"no conversion knows: {flag} {value}"):
         gpt_from_args(args)

@@ -8,11 +8,12 @@ import json
 import pytest
 from support.observed_run import SPARSE, TINY
 
-from megatron_switch.architecture.model_flags import flags_of_words, shape_of
+from megatron_switch.architecture.model_flags import shape_of
 from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.cli import main
 from megatron_switch.commands.cluster.rehearse import model_words
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.layout.grid import Layout
 from megatron_switch.rehearsal.ranks import sample
 
@@ -36,7 +37,7 @@ def test_every_stage_and_both_ends_are_reported(capfd):
     assert values["schema"] == "megatron-switch/rehearsal/1"
     assert [rank["rank"] for rank in values["ranks"]] == [0, 4, 7]
     layout = Layout(8, pp=2, ep=2)
-    shape = shape_of(flags_of_words(flags.split()))
+    shape = shape_of(flags_of_argv(flags.split()))
     for rank in values["ranks"]:
         count = stage_parameters(shape, layout, rank["coordinates"]["pp"])
         assert rank["parameters"] == {"dense": count.dense, "expert": count.expert}
@@ -129,10 +130,10 @@ def test_a_rehearsal_needs_a_launch(capfd):
 
 def test_a_model_stands_for_the_flags_of_a_launch():
     words = model_words("gpt-1.6t-128", 1024)
-    flags = flags_of_words(words)
+    flags = flags_of_argv(words)
     assert flags["expert-model-parallel-size"] == "128"
     assert str(flags["switch-model"]).endswith("gpt-1.6t-128.json")
-    assert flags_of_words(model_words("gpt-1.6t-128", 96))["expert-model-parallel-size"] == "32"
+    assert flags_of_argv(model_words("gpt-1.6t-128", 96))["expert-model-parallel-size"] == "32"
     with pytest.raises(ConfigError, match="no-such-model is neither"):
         model_words("no-such-model", 8)
 

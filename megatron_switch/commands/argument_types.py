@@ -1,0 +1,12 @@
+"""Values that several commands take, as types for argparse."""
+
+from argparse import ArgumentTypeError
+
+_MOST = 2**20  # more than there are in any cluster; beyond, answers would take minutes
+
+
+def count(text: str) -> int:
+    """Return a number of nodes, ranks and the like."""
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise ArgumentTypeError(f"takes a whole number from 1 to {_MOST}, got '{text}'")
+    return int(text)
