@@ -18,7 +18,7 @@ from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.loop.global_state import validate
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch
-from megatron_switch.training.preflight.flag_checks import check_layout
+from megatron_switch.training.preflight.layout import check_layout
 
 
 def written_arguments(flags: Mapping[str, Any], *, padded_vocab_size: int) -> Namespace:

@@ -42,7 +42,7 @@ from megatron_switch.training.inference.trained_model import TrainedModel, open_
 from megatron_switch.training.logs.console import Console
 from megatron_switch.training.loop.batch import build_datasets
 from megatron_switch.training.loop.gpt_builder import sparse_layers
-from megatron_switch.training.preflight.data_checks import check_token_files
+from megatron_switch.training.preflight.data import check_token_files
 from megatron_switch.utils.step_progress import steps_progress
 
 SCHEMA = "megatron-switch/capacity-sweep/1"

@@ -13,13 +13,18 @@ forgotten in silence; at worst it asks loudly for something that is not there.
 
 from argparse import Namespace
 from dataclasses import fields
+from pathlib import Path
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer import TransformerConfig
 
+from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
+from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.checkpoint.load.settings_agreement import FREE_SETTINGS
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.data.tokenizer import FLAGS, flag_dest
+from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.training.arguments.parser import CommandLine
 
 _NOT_THE_MODEL_PREFIXES = (
@@ -149,6 +154,40 @@ def model_attributes() -> frozenset[str]:
 def tokenizer_attributes() -> frozenset[str]:
     """Return the attributes of Megatron's namespace that say which tokenizer is used."""
     return frozenset(flag_dest(flag) for flag in FLAGS)
+
+
+def with_checkpoint_args(line: CommandLine) -> CommandLine:
+    """Return the command line with the checkpoint's model, if ``--use-checkpoint-args`` asks so.
+
+    Model, tokenizer, routing and its losses come from the checkpoint where no flag was given;
+    Megatron itself takes half of the model, even over the command line.
+
+    Args:
+        line: The parsed command line; its namespace is changed.
+
+    Raises:
+        CheckpointError: ``--load`` names no complete checkpoint, or one without arguments.
+        ConfigError: ``--load`` is missing.
+    """
+    args = line.args
+    if not args.use_checkpoint_args:
+        return line
+    if args.load is None:
+        raise ConfigError(
+            "--use-checkpoint-args takes the model's flags from a checkpoint, but no checkpoint "
+            "is given. Add --load, or leave --use-checkpoint-args out."
+        )
+    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step)
+    stored = read_common_state(found.folder).get("args")
+    if stored is None:
+        raise CheckpointError(
+            f"{found.folder} stores no arguments that --use-checkpoint-args could take. Give the "
+            "model's flags, or a JSON file of them to --switch-model."
+        )
+    for name in RECIPES["switch"].keys() - line.explicit:
+        if hasattr(stored, name):
+            setattr(args, name, getattr(stored, name))
+    return with_stored_model(line, stored)
 
 
 def with_stored_model(line: CommandLine, stored: Namespace) -> CommandLine:

@@ -53,7 +53,7 @@ from megatron_switch.training.arguments.stored_arguments import with_stored_mode
 from megatron_switch.training.loop.global_state import process_groups, validate
 from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 from megatron_switch.training.preflight.device import choose_device, look_around
-from megatron_switch.training.preflight.flag_checks import check_layout
+from megatron_switch.training.preflight.layout import check_layout
 from megatron_switch.upstream.version import check_version
 
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "common_state")

@@ -27,6 +27,7 @@ from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine, parse_command_line
 from megatron_switch.training.arguments.ranges import check_flag_values
+from megatron_switch.training.arguments.stored_arguments import with_checkpoint_args
 from megatron_switch.training.logs.banner import banner
 from megatron_switch.training.logs.console import Console
 from megatron_switch.training.logs.drop_watch import CapacityFacts, DropWatch
@@ -45,18 +46,16 @@ from megatron_switch.training.loop.global_state import (
 from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch, sparse_layers
 from megatron_switch.training.loop.nonfinite import NonFiniteGuard
 from megatron_switch.training.loop.t5_batch import T5ForwardStep, t5_datasets_provider
-from megatron_switch.training.preflight.data_checks import check_data
+from megatron_switch.training.preflight.data import check_data
 from megatron_switch.training.preflight.device import choose_device, look_around
-from megatron_switch.training.preflight.finished_run import find_finished
-from megatron_switch.training.preflight.flag_checks import check_before_megatron, check_layout
-from megatron_switch.training.preflight.lr_schedule import check_schedule
-from megatron_switch.training.preflight.model_memory import check_model_memory
-from megatron_switch.training.preflight.rank_environment import (
+from megatron_switch.training.preflight.flags import check_before_megatron, check_schedule
+from megatron_switch.training.preflight.launcher import (
     check_meeting_port,
     check_rank_environment,
+    slurm_ranks,
 )
-from megatron_switch.training.preflight.resume import find_what_to_load, with_checkpoint_args
-from megatron_switch.training.preflight.slurm import slurm_ranks
+from megatron_switch.training.preflight.layout import check_layout, check_model_memory
+from megatron_switch.training.preflight.resume import find_finished, find_what_to_load
 from megatron_switch.training.preflight.write_targets import (
     check_write_targets,
     explain_full_disk,

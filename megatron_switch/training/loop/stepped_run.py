@@ -43,7 +43,8 @@ from megatron_switch.training.arguments.parser import CommandLine
 from megatron_switch.training.loop.batch import ForwardStep
 from megatron_switch.training.loop.global_state import begin_megatron, validate
 from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch, sparse_layers
-from megatron_switch.training.preflight.flag_checks import check_before_megatron, check_layout
+from megatron_switch.training.preflight.flags import check_before_megatron
+from megatron_switch.training.preflight.layout import check_layout
 
 Batches = Callable[[int, int], Iterator[Any]]
 """``(rank, size) -> samples``: the micro-batches of one data-parallel rank, in order."""

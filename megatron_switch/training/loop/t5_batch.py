@@ -17,7 +17,7 @@ from megatron_switch.data.text_to_text import PairFiles, TextToText, split_numbe
 from megatron_switch.moe.step_key import set_step_key
 from megatron_switch.training.arguments.t5_arguments import reads_pairs
 from megatron_switch.training.loop.batch import ForwardStep, masked_loss, text_datasets
-from megatron_switch.training.preflight.t5_data import sentinels, span_plan, split_sizes
+from megatron_switch.training.preflight.data import sentinels, span_plan, split_sizes
 
 _SPLITS = ("train", "valid", "test")
 

@@ -1,13 +1,20 @@
-"""Before a checkpoint is loaded: that it is there, whole, and of this model.
+"""What ``--load`` names, before Megatron reads it: there, whole, of this model, and not finished.
 
 Megatron answers an empty tracker file with exit code 0, a missing one with random weights, and
 another model with a shape error deep inside. All of that is decided here, from the files alone.
 
 One case is no mistake: a job that always passes the same folder to ``--load`` and ``--save`` finds
 nothing there when it runs for the first time, and starts from new weights.
+
+Of a run that has done all its iterations Megatron would load the checkpoint, train nothing,
+evaluate it once more, and end. Here a run that continues in its own folder (``--load`` is
+``--save``) and is finished ends at once and with success, so that a job may be started again and
+again: nothing is evaluated and no file is written. What was saved somewhere else is loaded as
+Megatron does, with a note.
 """
 
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training import get_tokenizer
@@ -20,45 +27,59 @@ from megatron_switch.checkpoint.load.files import (
     write_tracker,
 )
 from megatron_switch.checkpoint.load.settings_agreement import check_resume
-from megatron_switch.errors import CheckpointError, ConfigError
-from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.models.vocabulary import padded_vocab_size
-from megatron_switch.training.arguments.parser import CommandLine
-from megatron_switch.training.arguments.stored_arguments import with_stored_model
 
 
-def with_checkpoint_args(line: CommandLine) -> CommandLine:
-    """Return the command line with the checkpoint's model, if ``--use-checkpoint-args`` asks so.
+@dataclass(frozen=True)
+class Finished:
+    """A checkpoint at or behind the end of the run."""
 
-    Model, tokenizer, routing and its losses come from the checkpoint where no flag was given;
-    Megatron itself takes half of the model, even over the command line.
+    text: str
+    """One line about it."""
+    ends_here: bool
+    """Whether there is nothing to do."""
+
+
+def find_finished(args: Namespace) -> Finished | None:
+    """Return what ``--load`` names if it has nothing left to train, else None.
 
     Args:
-        line: The parsed command line; its namespace is changed.
+        args: Validated arguments.
 
     Raises:
-        CheckpointError: ``--load`` names no complete checkpoint, or one without arguments.
-        ConfigError: ``--load`` is missing.
+        CheckpointError: Nothing complete is there.
     """
-    args = line.args
-    if not args.use_checkpoint_args:
-        return line
-    if args.load is None:
-        raise ConfigError(
-            "--use-checkpoint-args takes the model's flags from a checkpoint, but no checkpoint "
-            "is given. Add --load, or leave --use-checkpoint-args out."
+    counts_anew = args.finetune or args.skip_train or args.ckpt_convert_format is not None
+    if args.load is None or counts_anew or not has_checkpoint(Path(args.load)):
+        return None
+    is_own = args.load == args.save
+    asker = Asker(is_own_folder=is_own)
+    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, asker=asker)
+    state = read_common_state(found.folder)
+    if found.is_release:  # weights to begin with
+        return None
+    iteration = int(state.get("iteration", found.iteration))
+    flag, done, wanted = "--train-iters", iteration, args.train_iters
+    if args.train_samples:
+        stored = state.get("args")
+        flag, wanted = "--train-samples", args.train_samples
+        done = int(getattr(stored, "consumed_train_samples", 0))
+    if not wanted or done < wanted:
+        return None
+    unit = "iteration" if flag == "--train-iters" else "sample"
+    where = f"{args.load} is at {unit} {done} of {wanted} ({flag})"
+    if is_own:
+        return Finished(
+            f"This run is finished: {where}, so nothing was done. To go on, raise {flag} together "
+            "with --override-opt_param-scheduler; to evaluate it again, add --skip-train.",
+            ends_here=True,
         )
-    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step)
-    stored = read_common_state(found.folder).get("args")
-    if stored is None:
-        raise CheckpointError(
-            f"{found.folder} stores no arguments that --use-checkpoint-args could take. Give the "
-            "model's flags, or a JSON file of them to --switch-model."
-        )
-    for name in RECIPES["switch"].keys() - line.explicit:
-        if hasattr(stored, name):
-            setattr(args, name, getattr(stored, name))
-    return with_stored_model(line, stored)
+    return Finished(
+        f"{where}, so nothing is trained and it is only evaluated. To train from its weights, add "
+        f"--finetune; to go on with that run, raise {flag} together with "
+        "--override-opt_param-scheduler.",
+        ends_here=False,
+    )
 
 
 def find_what_to_load(args: Namespace) -> tuple[str, ...]:

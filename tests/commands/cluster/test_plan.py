@@ -13,7 +13,7 @@ from megatron_switch.planner.plan_flags import PLANNED_FLAGS, plan_flags
 from megatron_switch.planner.search import LADDERS, with_saving
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.loop.gpt_builder import sparse_layers
-from megatron_switch.training.preflight.flag_checks import check_layout
+from megatron_switch.training.preflight.layout import check_layout
 
 PLAN = "plan --model gpt-1.6t-128 --nodes 128 --global-batch-size 2048"
 OWN = (

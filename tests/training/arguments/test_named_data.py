@@ -6,7 +6,7 @@ import pytest
 
 from megatron_switch.errors import DataError
 from megatron_switch.training.arguments.named_data import named_data
-from megatron_switch.training.preflight.data_checks import check_data_flags
+from megatron_switch.training.preflight.data import check_data_flags
 
 
 def test_flags_and_files_give_the_same_words(sparse_line, tmp_path):

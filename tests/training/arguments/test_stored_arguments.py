@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import fields
 
 import pytest
+import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.training.argument_utils import (
@@ -11,12 +12,15 @@ from megatron.training.argument_utils import (
     gpt_config_from_args,
 )
 
+from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.testing.checkpoints import save_checkpoint
 from megatron_switch.training.arguments import stored_arguments
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.arguments.stored_arguments import (
     model_attributes,
     tokenizer_attributes,
+    with_checkpoint_args,
     with_stored_model,
 )
 from megatron_switch.training.loop.global_state import validate
@@ -143,3 +147,40 @@ def test_an_explicit_flag_wins_and_what_was_taken_keeps_defaults_away():
     assert (args.tensor_model_parallel_size, args.lr) == (1, None)
     assert "moe_layer_freq" in taken.explicit
     assert "moe_layer_freq" not in line.explicit
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+def save(folder, iteration, args=None):
+    common = {"iteration": iteration} | ({} if args is None else {"args": args})
+    save_checkpoint(folder, iteration, {"weight": torch.zeros(2)}, common)
+
+
+def test_what_is_not_asked_for_is_not_taken(sparse_line):
+    line = sparse_line("--load gone")
+    assert with_checkpoint_args(line) is line
+
+
+def test_model_and_routing_come_from_the_checkpoint_unless_given(sparse_line, folder):
+    stored = sparse_line("--num-layers 2 --moe-layer-freq [1,1] --switch-recipe hf").args
+    save(folder, 3, stored)
+    flags = f"--use-checkpoint-args --load {folder} --num-layers 2 --moe-z-loss-coeff 0.5"
+    line = with_checkpoint_args(sparse_line(flags))
+    assert line.args.moe_layer_freq == [1, 1]
+    assert "moe_layer_freq" in line.explicit  # no default replaces it
+    assert (line.args.switch_capacity, line.args.switch_capacity_group) == (64, "sequence")
+    assert line.args.moe_input_jitter_eps == 1e-2
+    assert line.args.moe_z_loss_coeff == 0.5
+    assert line.args.load == str(folder)
+
+
+def test_nowhere_to_take_the_model_from(sparse_line, folder):
+    with pytest.raises(ConfigError, match=r"no checkpoint is given\. Add --load"):
+        with_checkpoint_args(sparse_line("--use-checkpoint-args"))
+    save(folder, 3)
+    line = sparse_line(f"--use-checkpoint-args --load {folder}")
+    with pytest.raises(CheckpointError, match=r"stores no arguments .*--switch-model"):
+        with_checkpoint_args(line)

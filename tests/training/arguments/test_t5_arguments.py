@@ -9,7 +9,7 @@ from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs, stack_frequencies
 from megatron_switch.training.logs.banner import gpt_shape
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch, sparse_layers
-from megatron_switch.training.preflight.flag_checks import ignored_switch_flags
+from megatron_switch.training.preflight.flags import ignored_switch_flags
 
 T5 = (
     "--switch-arch t5 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --vocab-size 127 "

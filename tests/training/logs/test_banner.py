@@ -7,7 +7,7 @@ from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.logs.banner import banner
 from megatron_switch.training.loop.global_state import validate
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch, sparse_layers
-from megatron_switch.training.preflight.flag_checks import check_layout
+from megatron_switch.training.preflight.layout import check_layout
 from megatron_switch.utils.units import count_text
 
 

@@ -9,8 +9,8 @@ from megatron.core import parallel_state
 from megatron_switch.errors import DataError
 from megatron_switch.training.loop import t5_batch
 from megatron_switch.training.loop.t5_batch import t5_datasets_provider
-from megatron_switch.training.preflight import t5_data
-from megatron_switch.training.preflight.t5_data import check_pair_files, sentinels
+from megatron_switch.training.preflight import data
+from megatron_switch.training.preflight.data import check_pair_files, sentinels
 
 
 class Numbers:
@@ -46,7 +46,7 @@ def arguments(monkeypatch):
         monkeypatch.setattr(t5_batch, "get_args", lambda: args)
         return args
 
-    for module in (t5_batch, t5_data):
+    for module in (t5_batch, data):
         monkeypatch.setattr(module, "get_tokenizer", Numbers)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     return make

@@ -1,20 +1,76 @@
-"""What a launcher says of this rank: checked once, so that everyone may read it as it stands.
+"""What started this process: torchrun, SLURM's ``srun`` or the forking launcher.
 
-torchrun, SLURM (:mod:`megatron_switch.training.preflight.slurm`) and the forking launcher set the
-same variables. Half of them, or something that is no number, would otherwise end in a rendezvous
-that nobody attends or in an exception far from its cause.
+All three say it in the same variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ...), which are
+checked once, so that everyone may read them as they are. Half of them, or something that is no
+number, would otherwise end in a rendezvous that nobody attends or in an exception far from its
+cause. ``srun`` sets variables of its own: Megatron takes a process without ``RANK`` for the only
+one, and a step of eight tasks would be eight trainings that write into one folder, so
+:func:`slurm_ranks` translates them first.
 """
 
 import errno
+import re
 import socket
 from collections.abc import Mapping
 
 from megatron_switch.errors import ConfigError
 
+_SLURM_VARIABLES = (
+    "SLURM_JOB_ID",
+    "SLURM_LOCALID",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below the ports that Linux hands out by itself
 _NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 """Variables, with their least value."""
 _HOSTS = {"SLURM_JOB_NUM_NODES": 1}
 _ALL = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+
+
+def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this rank; none where there is a launcher, or one task only.
+
+    Args:
+        environ: The process environment.
+
+    Raises:
+        ConfigError: The step has several nodes and nothing says where rank 0 is, its nodes have
+            different numbers of tasks, or SLURM's variables are incomplete.
+    """
+    world_size = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in environ or world_size == "1":
+        return {}
+    missing = [name for name in _SLURM_VARIABLES if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"The environment has SLURM_STEP_NUM_TASKS={world_size}, but not what else srun sets: "
+            f"{', '.join(missing)}. Start with srun or torchrun, or unset SLURM_STEP_NUM_TASKS."
+        )
+    address = environ.get("MASTER_ADDR")
+    if address is None and environ["SLURM_STEP_NUM_NODES"] != "1":
+        raise ConfigError(
+            f"srun started {world_size} ranks on {environ['SLURM_STEP_NUM_NODES']} nodes, and "
+            "nothing says where they meet. Before srun: export MASTER_ADDR=$(scontrol show "
+            'hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        )
+    tasks = environ["SLURM_STEP_TASKS_PER_NODE"]
+    local_size = re.fullmatch(r"(\d+)(\(x\d+\))?", tasks)
+    if local_size is None:
+        raise ConfigError(
+            f"Every node needs the same number of ranks, but srun placed {tasks}. Use "
+            "--ntasks-per-node."
+        )
+    port = _FIRST_PORT + int(environ["SLURM_JOB_ID"]) % _NUM_PORTS
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": local_size[1],
+        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
+    }
 
 
 def check_rank_environment(environ: Mapping[str, str]) -> None:

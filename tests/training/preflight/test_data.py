@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_switch.errors import ConfigError, DataError
-from megatron_switch.training.preflight import data_checks
-from megatron_switch.training.preflight.data_checks import check_data, check_data_flags
+from megatron_switch.training.preflight import data as data_module
+from megatron_switch.training.preflight.data import check_data, check_data_flags
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_validation_that_megatron_ends_at_is_refused(sparse_line, flags, message
 
 
 def test_only_splits_that_are_read_need_documents(sparse_line, monkeypatch):
-    monkeypatch.setattr(data_checks, "get_tokenizer", lambda: type("T", (), {"vocab_size": 127}))
+    monkeypatch.setattr(data_module, "get_tokenizer", lambda: type("T", (), {"vocab_size": 127}))
     facts = type("F", (), {"sequences": 35})
-    monkeypatch.setattr(data_checks, "check_indexed_dataset", lambda prefix, vocab_size: facts)
+    monkeypatch.setattr(data_module, "check_indexed_dataset", lambda prefix, vocab_size: facts)
     args = sparse_line("--data-path a --split 98,1,1").args
     args.rank = 0
     check_data(args)  # with --eval-iters 0, from the fixture
@@ -119,9 +119,9 @@ def test_only_splits_that_are_read_need_documents(sparse_line, monkeypatch):
 
 def test_every_named_file_is_checked_once_by_the_first_rank(sparse_line, monkeypatch):
     seen = []
-    monkeypatch.setattr(data_checks, "get_tokenizer", lambda: type("T", (), {"vocab_size": 127}))
+    monkeypatch.setattr(data_module, "get_tokenizer", lambda: type("T", (), {"vocab_size": 127}))
     monkeypatch.setattr(
-        data_checks, "check_indexed_dataset", lambda prefix, vocab_size: seen.append(prefix)
+        data_module, "check_indexed_dataset", lambda prefix, vocab_size: seen.append(prefix)
     )
     args = sparse_line("--train-data-path 0.3 a 0.7 b --valid-data-path c").args
     args.rank = 0

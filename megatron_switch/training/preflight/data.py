@@ -1,4 +1,4 @@
-"""Checks of where data come from: of the flags, and of the files once there is a tokenizer."""
+"""Whether there are data to train on: the flags at once, the files once there is a tokenizer."""
 
 import math
 from argparse import Namespace
@@ -7,14 +7,15 @@ from pathlib import Path
 
 from megatron.training import get_tokenizer
 
+from megatron_switch.data.encoder_decoder import sentinel_ids
 from megatron_switch.data.indexed_files import check_indexed_dataset
-from megatron_switch.data.span_corruption import check_sentinels
-from megatron_switch.data.splits import SPLITS, check_splits, split_weights
+from megatron_switch.data.span_corruption import SpanPlan, check_sentinels, plan_spans
+from megatron_switch.data.splits import SPLITS, check_splits, documents_of_splits, split_weights
+from megatron_switch.data.text_to_text import PairFiles, check_pairs, count_cut
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.flags.argv import flag_name
 from megatron_switch.training.arguments.named_data import named_data
-from megatron_switch.training.arguments.t5_arguments import reads_pairs
-from megatron_switch.training.preflight.t5_data import check_pair_files, sentinels, span_plan
+from megatron_switch.training.arguments.t5_arguments import data_paths, reads_pairs
 
 _OTHER_DATA_SETS = (
     "sft",
@@ -81,6 +82,68 @@ def check_token_files(args: Namespace, *, vocab_size: int, read: Collection[str]
         facts = check_indexed_dataset(prefix, vocab_size=vocab_size)
         if args.split is not None and prefix in named.get("data_path", []):
             check_splits(prefix, facts.sequences, args.split, read=read)
+
+
+def span_plan(args: Namespace) -> SpanPlan:
+    """Return the lengths of span corruption.
+
+    Raises:
+        ConfigError: The sequences are too short.
+    """
+    return plan_spans(
+        source_length=args.seq_length,
+        target_length=args.decoder_seq_length,
+        density=args.switch_span_density,
+        mean_length=args.switch_span_length,
+    )
+
+
+def sentinels(args: Namespace) -> tuple[int, ...]:
+    """Return the tokenizer's sentinels; for random numbers, where it has none, its last tokens."""
+    built = get_tokenizer()
+    found = sentinel_ids(built)
+    if found or not args.mock_data:
+        return found
+    return tuple(token for token in reversed(range(built.vocab_size)) if token != built.eod)
+
+
+def check_pair_files(args: Namespace) -> tuple[str, ...]:
+    """Read all files of pairs once, and return what of them will be cut.
+
+    Raises:
+        DataError: A line holds no pair, or a split gets none.
+    """
+    built = get_tokenizer()
+    notes: list[str] = []
+    for path in dict.fromkeys(map(Path, data_paths(args))):
+        check_pairs(path)
+        notes += count_cut(
+            path,
+            built,
+            source_length=args.seq_length,
+            target_length=args.decoder_seq_length,
+        )
+    if args.data_path:
+        split_sizes(args, len(PairFiles([Path(path) for path in args.data_path])))
+    return tuple(notes)
+
+
+def split_sizes(args: Namespace, count: int) -> list[int]:
+    """Return the pairs of each split.
+
+    Raises:
+        DataError: A split that is asked for gets none.
+    """
+    split = args.split or "969,30,1"  # Megatron's own default
+    sizes = documents_of_splits(count, split)
+    empty = [name for name, size in sizes.items() if size == 0]
+    if empty:
+        raise DataError(
+            f"--data-path has {count:,} pairs, and --split {split} leaves none for "
+            f"{' and '.join(empty)}. Give larger weights to what is empty (--split 80,10,10) or "
+            "weight 0 to what is not wanted (--split 100,0,0 with --eval-iters 0)."
+        )
+    return [sizes.get(name, 0) for name in ("train", "validation", "test")]
 
 
 def _check_sources(args: Namespace, named: Mapping[str, list[str]]) -> None:

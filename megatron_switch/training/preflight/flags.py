@@ -12,15 +12,11 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_name
 from megatron_switch.flags.megatron_moe import check_megatron_flags, ignored_flags
-from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
-from megatron_switch.layout.validation import ModelShape, validate_layout, virtual_stages
 from megatron_switch.models.gpt import check_layer_pattern
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.training.arguments.parser import CommandLine
 from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs
-from megatron_switch.training.logs.banner import has_uneven_stages
-from megatron_switch.training.preflight.data_checks import check_data_flags
+from megatron_switch.training.preflight.data import check_data_flags
 from megatron_switch.upstream.version import check_version
 
 _REQUIRED = (
@@ -90,6 +86,45 @@ def check_before_megatron(
     return (*(f"{flag} has no effect: {why}" for flag, why in ignored.items()), *notes)
 
 
+def check_schedule(args: Namespace) -> None:
+    """Refuse a schedule that Megatron's own class asserts against.
+
+    Args:
+        args: Validated arguments.
+
+    Raises:
+        ConfigError: Warm-up fills the whole schedule, rates are in the wrong order, or the decay of
+            ``--lr-decay-style WSD`` has no length.
+    """
+    if args.skip_train:
+        return
+    unit = "iters" if args.train_iters else "samples"
+    length = getattr(args, f"lr_decay_{unit}")
+    length = getattr(args, f"train_{unit}") if length is None else length
+    if args.lr_warmup_fraction is not None:
+        given, warm_up = "fraction", args.lr_warmup_fraction * length
+    else:
+        given, warm_up = unit, getattr(args, f"lr_warmup_{unit}")
+    if warm_up >= length:
+        raise ConfigError(
+            f"Warm-up must end before the schedule does, but --lr-warmup-{given} "
+            f"{getattr(args, f'lr_warmup_{given}')} leaves nothing of its {length} {unit} "
+            f"(--lr-decay-{unit}, else --train-{unit}). Shorten the warm-up, or train longer."
+        )
+    for name in ("min_lr", "lr_warmup_init"):
+        low = getattr(args, name)
+        if low > args.lr:
+            raise ConfigError(
+                f"The learning rate does not go above --lr, which is {args.lr:g}, but "
+                f"{flag_name(name)} is {low:g}. Lower it, or raise --lr."
+            )
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        raise ConfigError(
+            "--lr-decay-style WSD holds the learning rate and lets it fall at the end, but how "
+            f"long that takes is not given. Add --lr-wsd-decay-{unit}."
+        )
+
+
 def ignored_switch_flags(
     args: Namespace, switch: SwitchConfig, explicit: Collection[str]
 ) -> dict[str, str]:
@@ -120,41 +155,6 @@ def ignored_switch_flags(
             "there is no --switch-metrics-file, --switch-run-dir or --tensorboard-dir."
         )
     return {flag_name(name): reason for name, reason in idle.items() if name in explicit}
-
-
-def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
-    """Return the rank grid, if it fits model and batch.
-
-    Raises:
-        LayoutError: With both grids and the nearest legal settings.
-    """
-    sizes = Sizes(
-        world_size=args.world_size,
-        tp=args.tensor_model_parallel_size,
-        cp=args.context_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size,
-        vp=_virtual_stages(args),
-        order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
-    )
-    shape = ModelShape(
-        num_experts=args.num_experts or None,
-        num_layers=None if has_uneven_stages(args) else args.num_layers,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        ffn_hidden_size=args.ffn_hidden_size,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
-        add_bias_linear=args.add_bias_linear,
-        seq_length=args.seq_length,
-        sequence_parallel=args.sequence_parallel,
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size,
-        chunk_group=args.microbatch_group_size_per_vp_stage,
-        overlap_p2p=args.overlap_p2p_comm,
-        capacity_group=switch.capacity_group,
-    )
-    return validate_layout(sizes, shape)
 
 
 def _check_required(args: Namespace) -> None:
@@ -285,14 +285,3 @@ def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda
             f"{width} bytes over {shards} ranks; this device has {memory / 2**30:.0f} GiB. Lower "
             "--moe-expert-capacity-factor, --switch-capacity or --micro-batch-size."
         )
-
-
-def _virtual_stages(args: Namespace) -> int | None:
-    stages: int | None = args.num_virtual_stages_per_pipeline_rank
-    if stages is None and args.num_layers_per_virtual_pipeline_stage and args.num_layers:
-        stages = virtual_stages(
-            args.num_layers,
-            args.pipeline_model_parallel_size,
-            args.num_layers_per_virtual_pipeline_stage,
-        )
-    return stages

@@ -1,4 +1,4 @@
-"""What cannot work is said before anything is built; what has no effect is named."""
+"""What cannot work is refused before anything is built; what has no effect is named."""
 
 from dataclasses import replace
 
@@ -9,8 +9,9 @@ import torch
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch
-from megatron_switch.training.preflight import flag_checks
-from megatron_switch.training.preflight.flag_checks import check_before_megatron, check_layout
+from megatron_switch.training.preflight import flags as flags_module
+from megatron_switch.training.preflight.flags import check_before_megatron, check_schedule
+from megatron_switch.training.preflight.layout import check_layout
 
 GIB = 2**30
 
@@ -113,11 +114,11 @@ def test_megatron_fsdp_with_an_optimizer_on_the_host_is_refused(sparse_line):
 
 
 def test_an_optimizer_of_a_package_that_is_not_there_is_refused(sparse_line, monkeypatch):
-    monkeypatch.setattr(flag_checks, "HAVE_EMERGING_OPTIMIZERS", False)
+    monkeypatch.setattr(flags_module, "HAVE_EMERGING_OPTIMIZERS", False)
     assert notes(sparse_line("--optimizer adam")) == notes(sparse_line("--optimizer sgd")) == ()
     with pytest.raises(ConfigError, match=r"--optimizer muon is part of .*pip install emerging"):
         notes(sparse_line("--optimizer muon"))
-    monkeypatch.setattr(flag_checks, "HAVE_EMERGING_OPTIMIZERS", True)
+    monkeypatch.setattr(flags_module, "HAVE_EMERGING_OPTIMIZERS", True)
     assert notes(sparse_line("--optimizer muon")) == ()
 
 
@@ -249,3 +250,50 @@ def test_a_captured_iteration_cannot_be_looked_into(sparse_line):
     assert notes(sparse_line(f"{flags} --switch-nonfinite ignore")) == ()
     with pytest.raises(ConfigError, match=r"cannot be left out: got --switch-nonfinite skip"):
         notes(sparse_line(f"{flags} --switch-nonfinite skip"))
+
+
+def given(sparse_line, flags):
+    """Arguments as validation leaves them."""
+    args = sparse_line(flags).args
+    args.lr_warmup_iters = args.lr_warmup_iters or 0
+    args.lr_warmup_samples = args.lr_warmup_samples or 0
+    if "--train-samples" in flags:
+        args.train_iters = None
+    return args
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--lr-warmup-iters 3",
+        "--lr-warmup-iters 4 --lr-decay-iters 5",
+        "--lr-warmup-fraction 0.9",
+        "--lr-warmup-samples 15 --train-samples 16",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 2",
+        "--min-lr 1e-3",
+        "--lr-warmup-iters 9 --skip-train",
+    ],
+)
+def test_a_schedule_that_megatron_accepts_passes(sparse_line, flags):
+    check_schedule(given(sparse_line, flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr-warmup-iters 4", r"--lr-warmup-iters 4 leaves nothing of its 4 iters .*--train-it"),
+        ("--lr-warmup-iters 2 --lr-decay-iters 2", r"--lr-warmup-iters 2 .* 2 iters"),
+        ("--lr-warmup-fraction 1.0", r"--lr-warmup-fraction 1\.0 leaves nothing of its 4 iters"),
+        (
+            "--lr-warmup-samples 16 --train-samples 16",
+            r"--lr-warmup-samples 16 leaves nothing of its 16 samples .*--lr-decay-samples",
+        ),
+        ("--min-lr 1", r"above --lr, which is 0\.001, but --min-lr is 1\. Lower it"),
+        ("--lr-warmup-init 0.5", r"--lr, which is 0\.001, but --lr-warmup-init is 0\.5"),
+        ("--lr-decay-style WSD", r"Add --lr-wsd-decay-iters\."),
+    ],
+)
+def test_a_schedule_that_megatron_asserts_against_is_refused(sparse_line, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        check_schedule(given(sparse_line, flags))

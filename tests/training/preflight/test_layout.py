@@ -7,9 +7,8 @@ import torch
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
-from megatron_switch.training.preflight import model_memory
-from megatron_switch.training.preflight.flag_checks import check_layout
-from megatron_switch.training.preflight.model_memory import check_model_memory
+from megatron_switch.training.preflight import layout as layout_module
+from megatron_switch.training.preflight.layout import check_layout, check_model_memory
 
 SPARSE_LAYERS = (2, 4)
 
@@ -28,7 +27,7 @@ def args(sparse_line):
 def memory(monkeypatch):
     """Set the memory of this host."""
     return lambda size: monkeypatch.setattr(
-        model_memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=size)
+        layout_module.psutil, "virtual_memory", lambda: SimpleNamespace(total=size)
     )
 
 
@@ -46,8 +45,8 @@ def check(args, *, ranks_here=1, device="cpu", ep=1):
 
 def weights(args):
     """Return the bytes of the whole model's weights in fp32."""
-    shape = model_memory.gpt_shape(args, SPARSE_LAYERS)
-    return 4 * model_memory.stage_parameters(shape, grid(args), 0).total
+    shape = layout_module.gpt_shape(args, SPARSE_LAYERS)
+    return 4 * layout_module.stage_parameters(shape, grid(args), 0).total
 
 
 def test_weights_that_just_fit_pass(args, memory):

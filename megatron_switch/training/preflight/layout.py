@@ -1,0 +1,105 @@
+"""Whether a model fits the ranks it is to be trained on: their grid, and the memory of each.
+
+A size with three zeros too many otherwise ends in an allocator's traceback, or swaps for hours.
+Only the weights are counted; gradients, optimizer and activations are estimated by the planner
+(``megatron-switch plan``): what is refused here is too large by any estimate.
+"""
+
+from argparse import Namespace
+from typing import Literal
+
+import psutil
+import torch
+
+from megatron_switch.architecture.parameters import stage_parameters
+from megatron_switch.config import SwitchConfig
+from megatron_switch.errors import ConfigError
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
+from megatron_switch.layout.validation import ModelShape, validate_layout, virtual_stages
+from megatron_switch.training.logs.banner import gpt_shape, has_uneven_stages
+from megatron_switch.utils.units import count_text, size_text
+
+
+def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
+    """Return the rank grid, if it fits model and batch.
+
+    Raises:
+        LayoutError: With both grids and the nearest legal settings.
+    """
+    sizes = Sizes(
+        world_size=args.world_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
+        vp=_virtual_stages(args),
+        order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+    )
+    shape = ModelShape(
+        num_experts=args.num_experts or None,
+        num_layers=None if has_uneven_stages(args) else args.num_layers,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        ffn_hidden_size=args.ffn_hidden_size,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        add_bias_linear=args.add_bias_linear,
+        seq_length=args.seq_length,
+        sequence_parallel=args.sequence_parallel,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        chunk_group=args.microbatch_group_size_per_vp_stage,
+        overlap_p2p=args.overlap_p2p_comm,
+        capacity_group=switch.capacity_group,
+    )
+    return validate_layout(sizes, shape)
+
+
+def check_model_memory(
+    args: Namespace,
+    layout: Layout,
+    *,
+    sparse_layers: tuple[int, ...],
+    device: Literal["cuda", "cpu"],
+    ranks_here: int,
+) -> None:
+    """Raise ConfigError if weights alone are larger than the memory of the device.
+
+    Args:
+        args: Validated arguments.
+        layout: The rank grid.
+        sparse_layers: 1-based numbers of the layers with experts.
+        device: Where the weights go; on CPUs all ranks of the host share its memory.
+        ranks_here: Ranks on this host.
+    """
+    if has_uneven_stages(args) or args.use_megatron_fsdp or args.use_torch_fsdp2:
+        return  # a rank's share is not known from here
+    shape = gpt_shape(args, sparse_layers)
+    count = max(stage_parameters(shape, layout, stage).total for stage in range(layout.pp))
+    width = 2 if args.bf16 or args.fp16 else 4
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties(args.local_rank).total_memory
+        room = f"its GPU has {size_text(memory)}"
+    else:
+        memory = psutil.virtual_memory().total // ranks_here
+        room = f"this host has {size_text(memory)} for each of its {ranks_here} ranks"
+    if count * width > memory:
+        raise ConfigError(
+            f"A rank's weights alone would be {size_text(count * width)}: {count_text(count)} "
+            f"parameters of {width} bytes; {room}. Spread the model over more ranks "
+            "(--expert-model-parallel-size, --tensor-model-parallel-size, "
+            "--pipeline-model-parallel-size), or make it smaller (--num-experts, --hidden-size, "
+            "--num-layers)."
+        )
+
+
+def _virtual_stages(args: Namespace) -> int | None:
+    stages: int | None = args.num_virtual_stages_per_pipeline_rank
+    if stages is None and args.num_layers_per_virtual_pipeline_stage and args.num_layers:
+        stages = virtual_stages(
+            args.num_layers,
+            args.pipeline_model_parallel_size,
+            args.num_layers_per_virtual_pipeline_stage,
+        )
+    return stages
