@@ -13,9 +13,10 @@ from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.model_rules import ModelShape
 from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.spread import Spread
-from megatron_switch.layout.validation import ModelShape, validate_layout
+from megatron_switch.layout.validation import validate_layout
 from megatron_switch.planner.hardware.cluster import Hardware
 from megatron_switch.planner.reasons import expert_spread
 

@@ -20,13 +20,10 @@ from functools import cached_property
 from typing import Self
 
 from megatron_switch.errors import LayoutError
-from megatron_switch.layout.sizes import (
-    DEFAULT_ORDER,
-    FLAGS,
-    Sizes,
-    broken_grid_rule,
-    layout_error,
-)
+from megatron_switch.layout.grid_rules import broken_grid_rule
+from megatron_switch.layout.model_rules import uneven_experts
+from megatron_switch.layout.sizes import DEFAULT_ORDER, Sizes
+from megatron_switch.layout.suggestions import layout_error
 
 DENSE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -205,13 +202,9 @@ class Layout(Sizes):
         Raises:
             LayoutError: If the experts do not divide evenly.
         """
-        if num_experts % self.ep:
-            allowed = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
-            raise LayoutError(
-                f"{num_experts} experts cannot be shared evenly by {self.ep} expert-parallel "
-                f"ranks ({num_experts % self.ep} would be left over). Set {FLAGS['ep']} to one "
-                f"of {allowed}."
-            )
+        uneven = uneven_experts(num_experts, self.ep)
+        if uneven:
+            raise LayoutError(str(uneven))
         per_rank = num_experts // self.ep
         first = self.coordinates(rank).ep * per_rank
         return range(first, first + per_rank)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from megatron_switch.architecture.parameters import total_parameters
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.workload import Sharding, Training
 from megatron_switch.planner.cost.state import RankState, state_bytes
-from megatron_switch.planner.enumerate_sizes import Choice
 from megatron_switch.planner.search import Plan, Request, best_of_choice
 
 _SHOWN = 3
@@ -74,8 +74,8 @@ def nearest_that_fit(request: Request, layout: Layout, *, count: int = _SHOWN) -
     """
     plain = replace(request, shardings=("distributed",), offloads=(False,))
     found: list[Plan] = []
-    for choice in _by_distance(plain, layout):
-        plan = best_of_choice(plain, choice)
+    for sizes in _by_distance(plain, layout):
+        plan = best_of_choice(plain, sizes)
         if plan is not None:
             found.append(plan)
         if len(found) == count:
@@ -83,29 +83,25 @@ def nearest_that_fit(request: Request, layout: Layout, *, count: int = _SHOWN) -
     return found
 
 
-def _by_distance(request: Request, layout: Layout) -> Iterator[Choice]:
-    here = Choice(layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
-    choices = [
-        choice for choice in request.choices() if _least_state(request, choice) <= _budget(request)
+def _by_distance(request: Request, layout: Layout) -> Iterator[Sizes]:
+    near = [
+        sizes
+        for sizes in request.legal_sizes()
+        if _least_state(request, sizes) <= request.hardware.budget
     ]
-    yield from sorted(choices, key=lambda choice: (_distance(here, choice), _values(choice)))
+    yield from sorted(near, key=lambda sizes: (_distance(layout, sizes), _values(sizes)))
 
 
-def _budget(request: Request) -> int:
-    return request.hardware.budget
-
-
-def _least_state(request: Request, choice: Choice) -> float:
+def _least_state(request: Request, sizes: Sizes) -> float:
     """Return the experts' bytes on a rank with the distributed optimizer."""
-
     experts = total_parameters(request.model).expert
-    return experts * (6 / (choice.ep * choice.etp * choice.pp) + 12 / request.world_size)
+    return experts * (6 / (sizes.ep * sizes.etp * sizes.pp) + 12 / request.world_size)
 
 
-def _distance(here: Choice, there: Choice) -> float:
+def _distance(here: Sizes, there: Sizes) -> float:
     pairs = zip(_values(here), _values(there), strict=True)
     return sum(abs(math.log2(b / a)) for a, b in pairs)
 
 
-def _values(choice: Choice) -> tuple[int, ...]:
-    return choice.tp, choice.pp, choice.cp, choice.ep, choice.etp
+def _values(sizes: Sizes) -> tuple[int, ...]:
+    return sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp

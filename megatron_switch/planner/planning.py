@@ -14,10 +14,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from megatron_switch.errors import LayoutError
-from megatron_switch.layout.sizes import Sizes
-from megatron_switch.layout.validation import ModelShape, validate_layout
+from megatron_switch.layout.sizes import FLAGS, Sizes
+from megatron_switch.layout.validation import validate_layout
 from megatron_switch.planner.cost.lower_bound import Bound
-from megatron_switch.planner.enumerate_sizes import CHOICE_SIZES
 from megatron_switch.planner.search import Plan, Request, best_of_choice, fits_at_all
 
 _MOST_NODES = 65536
@@ -50,13 +49,17 @@ def find_plans(request: Request, *, count: int = 5) -> Plans:
     """
     bound = _bound(request)
     choices = sorted(
-        (bound.seconds(choice), index, choice) for index, choice in enumerate(request.choices())
+        (bound.seconds(sizes), index, sizes) for index, sizes in enumerate(request.legal_sizes())
     )
     if not choices:
+        # Rules that the fixed sizes break by themselves say more than what excludes most.
+        fixed = {name: size for name, size in request.fixed.items() if name in FLAGS}
+        if request.fixed:
+            validate_layout(Sizes(request.world_size).changed(**fixed), request.shape)
         raise _no_legal_layout(request)
     best: list[Plan] = []
     worked_out = 0
-    for seconds, _, choice in choices:
+    for seconds, _, sizes in choices:
         rate = bound.kept_tokens_per_second(seconds)
         if len(best) == count and rate <= best[-1].kept_tokens_per_second:
             break
@@ -64,7 +67,7 @@ def find_plans(request: Request, *, count: int = 5) -> Plans:
             break
         worked_out += 1
         least = best[-1].kept_tokens_per_second if len(best) == count else 0.0
-        found = best_of_choice(request, choice, least=least, bound=bound)
+        found = best_of_choice(request, sizes, least=least, bound=bound)
         if found is not None:
             best = sorted([*best, found], key=lambda plan: -plan.kept_tokens_per_second)[:count]
     if not best:
@@ -84,10 +87,8 @@ def _bound(request: Request) -> Bound:
 
 
 def _no_legal_layout(request: Request) -> LayoutError:
-    if request.fixed:
-        return _fixed_sizes_are_illegal(request)
     excluded = Counter[str]()
-    list(request.choices(excluded))
+    request.legal_sizes(excluded)
     rule, number = excluded.most_common(1)[0]
     return LayoutError(
         f"No layout of {request.world_size} GPUs is legal. The rule that excludes most, "
@@ -101,11 +102,11 @@ def _smallest_change(request: Request) -> str:
     for factor in range(1, 65):
         for other in (batch + factor, batch * factor, max(1, batch - factor)):
             training = replace(request.training, global_batch_size=other)
-            if any(replace(request, training=training).choices()):
+            if replace(request, training=training).legal_sizes():
                 return f"With --global-batch-size {other} there are legal layouts."
     for step in range(1, request.nodes + 1):
         for nodes in (request.nodes - step, request.nodes + step):
-            if nodes > 0 and any(replace(request, nodes=nodes).choices()):
+            if nodes > 0 and replace(request, nodes=nodes).legal_sizes():
                 return f"With --nodes {nodes} there are legal layouts."
     return "Change the model's sizes to multiples of the GPUs of a node."
 
@@ -135,49 +136,9 @@ def nodes_that_do(request: Request) -> int | None:
             request, nodes=nodes, training=replace(request.training, global_batch_size=batch)
         )
         bound = _bound(more)
-        thrifty = [c for c in more.choices() if bound.least_state(c) <= more.hardware.budget]
-        if any(fits_at_all(more, choice) for choice in thrifty):
+        roomy = [
+            one for one in more.legal_sizes() if bound.least_state(one) <= more.hardware.budget
+        ]
+        if any(fits_at_all(more, sizes) for sizes in roomy):
             return nodes
     return None
-
-
-def _fixed_sizes_are_illegal(request: Request) -> LayoutError:
-    """Return why no legal layout has the sizes that were chosen."""
-    sizes = Sizes(request.world_size).changed(**_grid_sizes(request))
-    try:
-        validate_layout(sizes, model_rules(request))
-    except LayoutError as error:
-        return error
-    excluded = Counter[str]()
-    list(request.choices(excluded))
-    rule = excluded.most_common(1)[0][0]
-    given = ", ".join(f"{name} {size}" for name, size in request.fixed.items())
-    return LayoutError(
-        f"No legal layout of {request.world_size} GPUs has {given}. The rule that excludes most "
-        f"choices: {rule}. Leave one of these sizes open."
-    )
-
-
-def _grid_sizes(request: Request) -> dict[str, int]:
-    names = (*CHOICE_SIZES, "vp")
-    return {name: size for name, size in request.fixed.items() if name in names}
-
-
-def model_rules(request: Request) -> ModelShape:
-    """Return what a layout has to divide, for :func:`~.validation.validate_layout`."""
-    model, training = request.model, request.training
-    return ModelShape(
-        num_experts=model.num_experts or None,
-        num_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        ffn_hidden_size=model.ffn_hidden_size,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size,
-        add_bias_linear=model.linear_bias,
-        padded_vocab_size=model.padded_vocab_size,
-        seq_length=training.seq_length,
-        sequence_parallel=True,
-        micro_batch_size=request.fixed.get("micro_batch_size", 1),
-        global_batch_size=training.global_batch_size,
-        capacity_group=training.capacity.group,
-    )

@@ -8,18 +8,21 @@ does not fit, in the order of their cost.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from megatron_switch.architecture.parameters import GPTShape, T5Shape
 from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.model_rules import ModelShape, batch_over_replicas
+from megatron_switch.layout.sizes import Sizes, divisors
 from megatron_switch.layout.workload import Dispatch, Recompute, Sharding, Training
-from megatron_switch.planner.cost.activations import layers_of_stage, telling_stages
+from megatron_switch.planner.cost.activations import telling_stages
 from megatron_switch.planner.cost.lower_bound import Bound
 from megatron_switch.planner.cost.memory import MemoryByPart, predict_peak
 from megatron_switch.planner.cost.state import state_bytes
 from megatron_switch.planner.cost.timing import Timing, dropped_share, predict_step
-from megatron_switch.planner.enumerate_sizes import Choice, Limits, legal_choices
 from megatron_switch.planner.hardware.cluster import Hardware
+from megatron_switch.planner.legal_sizes import legal_sizes
 
 _LARGEST_MICRO_BATCH = 64
 
@@ -68,21 +71,32 @@ class Request:
         """GPUs in all."""
         return self.nodes * self.hardware.gpus_per_node
 
-    @property
-    def limits(self) -> Limits:
+    @cached_property
+    def shape(self) -> ModelShape:
         """What sizes have to divide."""
-        training = self.training
-        return Limits(
-            world_size=self.world_size,
+        model, training = self.model, self.training
+        is_t5 = isinstance(model, T5Shape)
+        return ModelShape(
+            num_experts=model.num_experts or None,
+            num_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            ffn_hidden_size=model.ffn_hidden_size,
+            moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size,
+            add_bias_linear=model.linear_bias,
+            padded_vocab_size=model.padded_vocab_size,
             seq_length=training.seq_length,
+            sequence_parallel=True,
+            micro_batch_size=self.fixed.get("micro_batch_size", 1),
             global_batch_size=training.global_batch_size,
-            context_parallel=training.transformer_engine and not isinstance(self.model, T5Shape),
             capacity_group=training.capacity.group,
+            one_stage=is_t5,
+            whole_sequences=is_t5 or not training.transformer_engine,
         )
 
-    def choices(self, excluded: Counter[str] | None = None) -> Iterator[Choice]:
+    def legal_sizes(self, excluded: Counter[str] | None = None) -> list[Sizes]:
         """Return the legal choices of sizes that have the fixed ones."""
-        return legal_choices(self.model, self.limits, excluded, self.fixed)
+        return legal_sizes(self.world_size, self.shape, fixed=self.fixed, excluded=excluded)
 
 
 @dataclass(frozen=True)
@@ -112,13 +126,13 @@ class Plan:
 
 
 def best_of_choice(
-    request: Request, choice: Choice, *, least: float = 0.0, bound: Bound | None = None
+    request: Request, sizes: Sizes, *, least: float = 0.0, bound: Bound | None = None
 ) -> Plan | None:
     """Return the fastest way to train with these sizes that fits, None where none does.
 
     Args:
         request: Model, cluster, batch.
-        choice: Parallel sizes.
+        sizes: Parallel sizes.
         least: Kept tokens a second below which a way is not worth working out.
         bound: Of this request; tells of most ways that they are not, for less.
     """
@@ -126,7 +140,7 @@ def best_of_choice(
     best: Plan | None = None
     ladders: dict[int, list[tuple[Saving, ...]]] = {}  # those whose state fits, by chunks
     too_large: dict[tuple[int, str], int] = {}  # micro-batch that did not fit, by chunks, dispatch
-    for layout, training in _ways(request, choice):
+    for layout, training in _ways(request, sizes):
         chunks, dispatch, micro = layout.vp, training.dispatch, training.micro_batch_size
         # A larger micro-batch needs more, and so do several chunks a stage instead of one.
         if any(micro >= too_large.get((vp, dispatch), micro + 1) for vp in (1, chunks)):
@@ -135,7 +149,7 @@ def best_of_choice(
         dropped = dropped_share(model, layout, training)
         if bound is not None:
             count = training.micro_batches(layout)
-            seconds = bound.seconds(choice, chunks=chunks, micro_batches=count)
+            seconds = bound.seconds(sizes, chunks=chunks, micro_batches=count)
             if bound.kept_tokens_per_second(seconds, dropped) <= floor:
                 continue
         if chunks not in ladders:
@@ -157,12 +171,12 @@ def best_of_choice(
     return best
 
 
-def fits_at_all(request: Request, choice: Choice) -> bool:
+def fits_at_all(request: Request, sizes: Sizes) -> bool:
     """Return whether any way to train with these sizes fits, looking at the thriftiest only."""
     thrifty = replace(request, fixed={"vp": 1, "micro_batch_size": 1, **request.fixed})
     return any(
         _room_for(request, predict_peak(request.model, layout, with_saving(training, saving))[1])
-        for layout, training in _ways(thrifty, choice)
+        for layout, training in _ways(thrifty, sizes)
         for saving in (ladder[-1] for ladder in LADDERS)
         if _is_allowed(request, saving, layout)
     )
@@ -251,33 +265,22 @@ def _room_for(request: Request, memory: MemoryByPart) -> bool:
     return memory.total <= hardware.budget and host <= hardware.host_memory_gb * 1e9
 
 
-def _ways(request: Request, choice: Choice) -> Iterator[tuple[Layout, Training]]:
+def _ways(request: Request, sizes: Sizes) -> Iterator[tuple[Layout, Training]]:
     """Yield virtual stages, micro-batch sizes and dispatch modes, without a saving."""
-    model, ranks = request.model, request.world_size
-    per_stage = model.num_layers // choice.pp
-    chunks = [v for v in range(1, per_stage + 1) if per_stage % v == 0] if choice.pp > 1 else [1]
+    model, fixed = request.model, request.fixed
+    chunks = divisors(model.num_layers // sizes.pp) if sizes.pp > 1 else [1]
+    chunks = [sizes.vp] if "vp" in fixed else chunks
+    micro_batch_sizes = [1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length())]
+    if "micro_batch_size" in fixed:
+        micro_batch_sizes = [fixed["micro_batch_size"]]
     base = with_saving(request.training, LADDERS[0][0])
-    sequences = base.global_batch_size // (ranks // (choice.tp * choice.pp * choice.cp))
-    sizes = [1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length())]
-    chunks = [request.fixed["vp"]] if "vp" in request.fixed else chunks
-    sizes = [request.fixed["micro_batch_size"]] if "micro_batch_size" in request.fixed else sizes
     dispatches: tuple[Dispatch, ...] = request.dispatches if model.num_experts else ("padded",)
     if base.capacity.group == "ep" or (base.capacity.slots is None and base.capacity.factor < 0):
         dispatches = tuple(mode for mode in dispatches if mode == "packed")
     for vp in chunks:
-        layout = Layout(
-            ranks,
-            tp=choice.tp,
-            pp=choice.pp,
-            cp=choice.cp,
-            ep=choice.ep,
-            etp=choice.etp,
-            vp=vp,
-        )
-        layers_of_stage(model, layout.pp, vp, 0)
-        for micro in sizes:
-            # Chunks take as many micro-batches at a time as there are stages.
-            if sequences % micro or (vp > 1 and sequences // micro % choice.pp):
+        layout = Layout.of(sizes.changed(vp=vp))
+        for micro in micro_batch_sizes:
+            if batch_over_replicas(layout, replace(request.shape, micro_batch_size=micro)):
                 continue
             for dispatch in dispatches:
                 yield (
@@ -286,6 +289,6 @@ def _ways(request: Request, choice: Choice) -> Iterator[tuple[Layout, Training]]
                         base,
                         micro_batch_size=micro,
                         dispatch=dispatch,
-                        sequence_parallel=choice.tp > 1,
+                        sequence_parallel=sizes.tp > 1,
                     ),
                 )

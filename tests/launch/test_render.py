@@ -120,24 +120,46 @@ def test_the_planned_groups_are_measured():
     assert 'nccl_test dp "DIV 32" reduce_scatter_perf # 32 ranks' in text
 
 
-@pytest.mark.parametrize("render", [render_sbatch, render_shell])
-def test_what_cannot_be_rehearsed_is_not_tried(render):
-    def text(*flags):
-        return render(job(*flags), "hopper", COMMAND)
+RENDERERS = {render_sbatch: "these flags cannot be rehearsed", render_shell: "PREFLIGHT-gpus port}"}
+"""How each script shows that it rehearses nothing: a line that says so, or a list of checks."""
 
-    assert '"$@" --switch-dispatch padded \\' in text("--switch-dispatch", "packed")
-    assert "--switch-dispatch padded" not in text("--switch-dispatch", "auto")
-    for flags in (
+
+@pytest.mark.parametrize(("render", "unrehearsed"), RENDERERS.items())
+@pytest.mark.parametrize(
+    "flags",
+    [
         ("--switch-capacity-group", "ep", "--switch-dispatch", "packed", *EXPERTS),
         ("--context-parallel-size", "2"),
         ("--fp8-format", "hybrid"),
         ("--moe-expert-capacity-factor", "-1"),
         ("--offload-modules", "core_attn", "moe_act"),
-    ):
-        assert "PREFLIGHT-gpus port}" in text(*flags) or "cannot be rehearsed" in text(*flags)
-    for flags in (("--offload-modules", "core_attn"), ("--optimizer-cpu-offload",)):
-        assert "PREFLIGHT-gpus port}" not in text(*flags)
-        assert "cannot be rehearsed" not in text(*flags)
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_rehearsed_is_not_tried(render, unrehearsed, flags):
+    text = render(job(*flags), "hopper", COMMAND)
+    assert unrehearsed in text
+
+
+@pytest.mark.parametrize(("render", "unrehearsed"), RENDERERS.items())
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--offload-modules", "core_attn"), ("--optimizer-cpu-offload",)],
+    ids=" ".join,
+)
+def test_everything_else_is_rehearsed(render, unrehearsed, flags):
+    text = render(job(*flags), "hopper", COMMAND)
+    assert unrehearsed not in text
+    assert "megatron_switch rehearse" in text
+
+
+@pytest.mark.parametrize("render", RENDERERS)
+def test_packed_dispatch_is_rehearsed_as_padded_dispatch(render):
+    def text(mode):
+        return render(job("--switch-dispatch", mode), "hopper", COMMAND)
+
+    assert '"$@" --switch-dispatch padded \\' in text("packed")
+    assert "--switch-dispatch padded" not in text("auto")
 
 
 def test_ranks_look_at_their_binding_where_srun_binds_them():

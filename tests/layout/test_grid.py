@@ -13,7 +13,8 @@ from megatron.core.parallel_state import (
 
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import DENSE_GROUPS, EXPERT_GROUPS, GROUP_NAMES, Layout
-from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes, broken_grid_rule
+from megatron_switch.layout.grid_rules import broken_grid_rule
+from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
 
 ORDERS = ["-".join(axes) for axes in permutations(DEFAULT_ORDER.split("-"))]
 
@@ -134,8 +135,8 @@ def test_a_layout_that_covers_no_grid_is_refused():
 def test_an_uneven_split_of_experts_names_the_sizes_that_work():
     with pytest.raises(
         LayoutError,
-        match=r"64 experts .* 12 .*\(4 would be left over\).*--expert-model-parallel-size to one "
-        r"of \[1, 2, 4, 8, 16, 32, 64\]",
+        match=r"64 experts .* 12 .*\(4 would be left over\).*--expert-model-parallel-size must be "
+        r"one of \[1, 2, 4, 8, 16, 32, 64\]",
     ):
         Layout(12, ep=12).experts_of(0, 64)
 

@@ -18,7 +18,8 @@ from itertools import product
 from typing import Any
 
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.sizes import FLAGS, Sizes, broken_grid_rule
+from megatron_switch.layout.grid_rules import broken_grid_rule
+from megatron_switch.layout.sizes import FLAGS, Sizes, divisors
 from megatron_switch.testing.covering_array import covering_subset, spread
 
 AXES = ("tp", "pp", "vp", "ep", "etp", "cp", "dp")
@@ -170,9 +171,9 @@ def quick_cases(cases: Sequence[Case]) -> list[Case]:
 
 def legal_layouts(world_size: int) -> list[Layout]:
     """Return every layout of the check's model on so many ranks, plain ones first."""
-    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    one_of = divisors(world_size)
     found = []
-    for tp, pp, vp, ep, etp, cp in product(divisors, divisors, (1, 2), *3 * [divisors]):
+    for tp, pp, vp, ep, etp, cp in product(one_of, one_of, (1, 2), *3 * [one_of]):
         sizes = Sizes(world_size, tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, cp=cp)
         if broken_grid_rule(sizes) is None and NUM_EXPERTS % ep == 0:
             found.append(Layout.of(sizes))

@@ -252,8 +252,8 @@ def _as_asked(request: Request, layout: Layout) -> Plan:
     """Return the cheapest way to train in a layout that fits; else the fully sharded one."""
     sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
     exact = replace(request, fixed={**request.fixed, **sizes})
-    for choice in exact.choices():
-        plan = best_of_choice(exact, choice)
+    for legal in exact.legal_sizes():
+        plan = best_of_choice(exact, legal)
         if plan is not None:
             return plan
     training = replace(request.training, sharding="fully_sharded", sequence_parallel=layout.tp > 1)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from megatron_switch.architecture.parameters import GPTShape, T5Shape, total_parameters
 from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.workload import Capacity, Training
 from megatron_switch.planner.cost.timing import dropped_share, micro_batch_flops
 from megatron_switch.planner.cost.traffic import key_value_width
-from megatron_switch.planner.enumerate_sizes import Choice
 from megatron_switch.planner.hardware.cluster import Hardware
 
 
@@ -101,27 +101,27 @@ class Bound:
         return tokens / seconds / self._ranks * kept
 
     def seconds(
-        self, choice: Choice, *, chunks: int | None = None, micro_batches: int | None = None
+        self, sizes: Sizes, *, chunks: int | None = None, micro_batches: int | None = None
     ) -> float:
         """Return the least step time of any way to train with these sizes; infinite if none fits.
 
         Where state fits only with the optimizer on the host, what that costs is in it.
 
         Args:
-            choice: Parallel sizes.
+            sizes: Parallel sizes.
             chunks: Virtual stages of each rank; None for as many as there can be.
             micro_batches: Of a step on a rank; None for as many as there can be.
         """
-        dense, expert = self._dense_part(choice), self._expert_part(choice)
-        states = self._states(choice, dense, expert)
+        dense, expert = self._dense_part(sizes), self._expert_part(sizes)
+        states = self._states(sizes, dense, expert)
         budget = self._budget
         if min(states.values()) > budget:
             return math.inf
         hardware = self._hardware
-        finest = (chunks or self._model.num_layers // choice.pp) * (
-            micro_batches or self._sequences(choice)
+        finest = (chunks or self._model.num_layers // sizes.pp) * (
+            micro_batches or self._sequences(sizes)
         )
-        bubble = (choice.pp - 1) / finest
+        bubble = (sizes.pp - 1) / finest
         busy = self._arithmetic + dense.busy + expert.busy
         end = dense.end + expert.end
         on_host = all(size > budget for name, size in states.items() if name != "host")
@@ -133,81 +133,79 @@ class Bound:
             end += 30 * (dense.owned + expert.owned) / (hardware.hbm_gb_s * 1e9)
         return (busy * (1 + bubble) + end) * hardware.step_factor
 
-    def least_state(self, choice: Choice) -> float:
+    def least_state(self, sizes: Sizes) -> float:
         """Return the bytes of a rank's state under the greatest saving."""
-        return min(self.least_states(choice).values())
+        return min(self.least_states(sizes).values())
 
-    def least_states(self, choice: Choice) -> dict[str, float]:
+    def least_states(self, sizes: Sizes) -> dict[str, float]:
         """Return the least bytes of a rank's state by where it is kept."""
-        return self._states(choice, self._dense_part(choice), self._expert_part(choice))
+        return self._states(sizes, self._dense_part(sizes), self._expert_part(sizes))
 
-    def _states(self, choice: Choice, dense: "_Part", expert: "_Part") -> dict[str, float]:
+    def _states(self, sizes: Sizes, dense: "_Part", expert: "_Part") -> dict[str, float]:
         kept = (self._width + self._gradient_width) * (expert.held + dense.held)
         optimizer = 12.0 if self._width == 2 else 8.0
         cut = expert.owned + dense.owned
         states = {"distributed": kept + optimizer * cut}
-        if self._shard and choice.pp == 1:
+        if self._shard and sizes.pp == 1:
             states["sharded"] = (self._width + self._gradient_width + optimizer) * cut
         if self._offload:
             states["host"] = kept
         return states
 
-    def _dense_part(self, choice: Choice) -> "_Part":
+    def _dense_part(self, sizes: Sizes) -> "_Part":
         """Return what follows from TP, PP and CP, worked out once for all EP and ETP."""
-        key = choice.tp, choice.pp, choice.cp
+        key = sizes.tp, sizes.pp, sizes.cp
         if key not in self._dense_parts:
-            held, copies = self._dense_on_a_rank(choice), self._ranks // (choice.tp * choice.pp)
-            sequences = self._sequences(choice)
-            busy = self._tensor_seconds(choice, sequences) + self._context_seconds(
-                choice, sequences
-            )
-            end = self._gradient_seconds(held, copies, choice.tp)
+            held, copies = self._dense_on_a_rank(sizes), self._ranks // (sizes.tp * sizes.pp)
+            sequences = self._sequences(sizes)
+            busy = self._tensor_seconds(sizes, sequences) + self._context_seconds(sizes, sequences)
+            end = self._gradient_seconds(held, copies, sizes.tp)
             self._dense_parts[key] = _Part(busy, end, held, held / copies)
         return self._dense_parts[key]
 
-    def _expert_part(self, choice: Choice) -> "_Part":
+    def _expert_part(self, sizes: Sizes) -> "_Part":
         """Return what follows from EP, ETP and PP, worked out once for all TP and CP."""
-        key = choice.ep, choice.etp, choice.pp
+        key = sizes.ep, sizes.etp, sizes.pp
         if key not in self._expert_parts:
-            parts = choice.ep * choice.etp * choice.pp
+            parts = sizes.ep * sizes.etp * sizes.pp
             held, copies = self._parameters.expert / parts, self._ranks // parts
-            busy = self._exchange_seconds(choice) if self._model.num_experts else 0.0
-            end = self._gradient_seconds(held, copies, choice.ep * choice.etp)
+            busy = self._exchange_seconds(sizes) if self._model.num_experts else 0.0
+            end = self._gradient_seconds(held, copies, sizes.ep * sizes.etp)
             self._expert_parts[key] = _Part(busy, end, held, held / copies)
         return self._expert_parts[key]
 
-    def _sequences(self, choice: Choice) -> int:
-        copies = self._ranks // (choice.tp * choice.pp)
-        return self._training.global_batch_size // (copies // choice.cp)
+    def _sequences(self, sizes: Sizes) -> int:
+        copies = self._ranks // (sizes.tp * sizes.pp)
+        return self._training.global_batch_size // (copies // sizes.cp)
 
-    def _dense_on_a_rank(self, choice: Choice) -> float:
+    def _dense_on_a_rank(self, sizes: Sizes) -> float:
         """Return the dense parameters of a rank, at least: without a vocabulary on every stage."""
-        return self._blocks / (choice.tp * choice.pp)
+        return self._blocks / (sizes.tp * sizes.pp)
 
-    def _tensor_seconds(self, choice: Choice, sequences: int) -> float:
-        if choice.tp == 1:
+    def _tensor_seconds(self, sizes: Sizes, sequences: int) -> float:
+        if sizes.tp == 1:
             return 0.0
-        tokens = sequences * self._training.seq_length / choice.cp
-        sent = 5 * self._pairs / choice.pp * tokens * self._model.hidden_size * self._width
-        return self._ring(sent * (choice.tp - 1) / choice.tp, choice.tp, 1)
+        tokens = sequences * self._training.seq_length / sizes.cp
+        sent = 5 * self._pairs / sizes.pp * tokens * self._model.hidden_size * self._width
+        return self._ring(sent * (sizes.tp - 1) / sizes.tp, sizes.tp, 1)
 
-    def _context_seconds(self, choice: Choice, sequences: int) -> float:
-        if choice.cp == 1:
+    def _context_seconds(self, sizes: Sizes, sequences: int) -> float:
+        if sizes.cp == 1:
             return 0.0
-        tokens = sequences * self._training.seq_length / choice.cp
-        one = tokens * self._key_values * self._width / choice.tp
-        inside = choice.tp * choice.cp <= self._hardware.gpus_per_node
+        tokens = sequences * self._training.seq_length / sizes.cp
+        one = tokens * self._key_values * self._width / sizes.tp
+        inside = sizes.tp * sizes.cp <= self._hardware.gpus_per_node
         link = self._hardware.node if inside else self._hardware.network
-        sent = 3 * (choice.cp - 1) * self._model.num_layers / choice.pp * one
+        sent = 3 * (sizes.cp - 1) * self._model.num_layers / sizes.pp * one
         return sent / (link.alltoall_gb_s * 1e9)
 
-    def _exchange_seconds(self, choice: Choice) -> float:
-        members = choice.ep * choice.etp
+    def _exchange_seconds(self, sizes: Sizes) -> float:
+        members = sizes.ep * sizes.etp
         if members == 1:
             return 0.0
         model, training = self._model, self._training
-        tokens = training.global_batch_size * training.seq_length / self._ranks * choice.pp
-        payload = tokens * choice.etp * self._routed * model.hidden_size * self._width
+        tokens = training.global_batch_size * training.seq_length / self._ranks * sizes.pp
+        payload = tokens * sizes.etp * self._routed * model.hidden_size * self._width
         local = min(members, self._hardware.gpus_per_node)
         across = payload * (members - local) / members
         inside = payload * (local - 1) / members
@@ -215,7 +213,7 @@ class Bound:
             across / (self._hardware.network.alltoall_gb_s * 1e9),
             inside / (self._hardware.node.alltoall_gb_s * 1e9),
         )
-        return 4 * self._sparse / choice.pp * seconds
+        return 4 * self._sparse / sizes.pp * seconds
 
     def _gradient_seconds(self, parameters: float, copies: int, stride: int) -> float:
         if copies == 1:

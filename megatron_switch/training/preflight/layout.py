@@ -15,8 +15,9 @@ from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.model_rules import ModelShape
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
-from megatron_switch.layout.validation import ModelShape, validate_layout, virtual_stages
+from megatron_switch.layout.validation import validate_layout, virtual_stages
 from megatron_switch.training.logs.banner import gpt_shape, has_uneven_stages
 from megatron_switch.utils.units import count_text, size_text
 
