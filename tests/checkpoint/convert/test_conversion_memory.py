@@ -119,10 +119,8 @@ def _with_little_room(
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         work(folders["large"], target / "under")
-    except RuntimeError as error:
-        if "memory" in str(error):  # what torch says of an allocation that failed
-            raise SystemExit(NO_ROOM) from None
-        raise
+    except MemoryError:
+        raise SystemExit(NO_ROOM) from None
 
 
 def _data_bytes() -> int:

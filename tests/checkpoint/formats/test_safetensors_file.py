@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from megatron_switch.checkpoint.formats.safetensors_file import (
@@ -56,16 +55,18 @@ def test_the_library_reads_what_we_wrote(tmp_path):
     assert sum(sizes) == sum(tensor.nbytes for tensor in expected.values())
 
 
-def test_a_file_that_was_cut_off_names_the_tensor(path):
+def test_a_file_that_was_cut_off_is_refused(path):
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"is cut off: \w+ is expected to end at byte \d+"):
+    with pytest.raises(
+        CheckpointError, match=r"theirs.safetensors is no .* cut off: .* Copy it again"
+    ):
         SafetensorsFile(path)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(path):
     file = SafetensorsFile(path)
     path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(CheckpointError, match=r"ends within matrix: 48 bytes are expected"):
+    with pytest.raises(CheckpointError, match=r"theirs.safetensors: matrix cannot be read: "):
         file.read("matrix")
 
 
@@ -77,13 +78,14 @@ def header(entry) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "a header of 0 bytes in a file of 0"),
-        (b"\xff" * 32, "no safetensors file: a header of"),
-        ((6).to_bytes(8, "little") + b"[1, 2]", "no safetensors file"),
-        (header({"dtype": "Q9", "shape": [4], "data_offsets": [0, 16]}), "unknown type Q9"),
-        (header({"dtype": "F32", "shape": [3], "data_offsets": [0, 16]}), "x has 16 bytes, but"),
+        (b"", "header too small"),
+        (b"\xff" * 32, "header too large"),
+        ((6).to_bytes(8, "little") + b"[1, 2]", "x.safetensors is no safetensors file"),
+        (header({"dtype": "Q9", "shape": [4], "data_offsets": [0, 16]}), "unknown variant `Q9`"),
+        (header({"dtype": "C64", "shape": [2], "data_offsets": [0, 16]}), "x is of the unknown"),
+        (header({"dtype": "F32", "shape": [3], "data_offsets": [0, 16]}), "invalid shape, data type, or offset"),
         (header({"dtype": "F32", "shape": [4]}), "data_offsets"),
-        ((90_000).to_bytes(8, "little") + b"[" * 90_000, "no safetensors file: maximum recursion"),
+        ((90_000).to_bytes(8, "little") + b"[" * 90_000, "invalid JSON in header"),
     ],
 )
 def test_a_damaged_header_is_refused(tmp_path, content, message):
@@ -93,36 +95,31 @@ def test_a_damaged_header_is_refused(tmp_path, content, message):
 
 
 @pytest.mark.parametrize(
-    ("places", "message"),
+    "places",
     [
-        ({"a": [0, 8], "b": [4, 12]}, r"b is expected to begin at byte \d+, behind the tensor"),
-        ({"a": [0, 8], "b": [0, 8]}, r"b is expected to begin at byte"),
-        ({"a": [0, 8], "b": [12, 20]}, r"b is expected to begin at byte"),
-        ({"a": [4, 12], "b": [12, 20]}, r"a is expected to begin at byte"),
-        ({"a": [-4, 4], "b": [4, 12]}, r"a is expected to begin at byte"),
-        ({"a": [0, 8], "b": [8, 16]}, r"last tensor ends at byte \d+, but the file has"),
+        {"a": [0, 8], "b": [4, 12]},
+        {"a": [0, 8], "b": [0, 8]},
+        {"a": [0, 8], "b": [12, 20]},
+        {"a": [4, 12], "b": [12, 20]},
+        {"a": [-4, 4], "b": [4, 12]},
+        {"a": [0, 8], "b": [8, 16]},
     ],
 )
-def test_tensors_that_overlap_or_leave_holes_are_refused(tmp_path, places, message):
+def test_tensors_that_overlap_or_leave_holes_are_refused(tmp_path, places):
     path = tmp_path / "x.safetensors"
     entries = {
         key: {"dtype": "F32", "shape": [2], "data_offsets": place} for key, place in places.items()
     }
     text = json.dumps(entries).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(20))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"x.safetensors is no .* or damaged"):
         SafetensorsFile(path)
-    with pytest.raises(SafetensorError):  # the library refuses them, too
-        load_file(path)
 
 
-def test_a_file_that_goes_away_while_it_is_read_is_named(path):
+def test_a_file_that_goes_away_while_it_is_read_is_read_to_its_end(path):
     file = SafetensorsFile(path)
     path.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"theirs.safetensors: matrix cannot be read: .*No such"
-    ):
-        file.read("matrix")
+    assert torch.equal(file.read("matrix"), TENSORS["matrix"])
 
 
 def test_a_missing_file_is_named(tmp_path):
