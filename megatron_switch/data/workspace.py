@@ -10,7 +10,6 @@ the fingerprint, files with size and time of change. Otherwise it starts again. 
 replaced only when that is asked for, and what takes their place is complete by then.
 """
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -19,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from filelock import FileLock, Timeout
 
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.utils.atomic_file import renamed_into_place
@@ -125,14 +126,14 @@ class Workspace:
             OSError: The folder cannot be made.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"Another megatron-switch prepare is writing to --output {self.output}. Wait "
-                    "for it, or give another --output."
-                ) from error
+        try:
+            held = FileLock(self.folder / "lock", timeout=0).acquire()
+        except Timeout as error:
+            raise ConfigError(
+                f"Another megatron-switch prepare is writing to --output {self.output}. Wait "
+                "for it, or give another --output."
+            ) from error
+        with held:
             start: Start = "new" if not self._state.exists() else "again"
             if self.goes_on():
                 start = "continued"

@@ -8,12 +8,13 @@ the first byte; one that fills up meanwhile, or fails, ends the conversion with 
 """
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from megatron_switch.errors import CheckpointError
 from megatron_switch.utils.units import size_text
@@ -42,13 +43,16 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
         if partial.is_symlink():  # what it points to belongs to somebody else
             raise FileExistsError(errno.EEXIST, "A symbolic link is in the way", str(partial))
         partial.mkdir(exist_ok=True)
-        lock = (partial / _LOCK).open("w")
+        held = FileLock(partial / _LOCK, timeout=0).acquire()
+    except Timeout:
+        raise CheckpointError(
+            f"Another process is writing {flag} {target}. Wait for it, or name another folder."
+        ) from None
     except OSError as error:
         raise CheckpointError(
             f"{flag} {target} cannot be written: {error}. Name a folder on another disk."
         ) from error
-    with lock:
-        _lock(lock.fileno(), target, flag)
+    with held:
         _empty(partial)
         _check_space(target, needed_bytes, flag)
         try:
@@ -96,15 +100,6 @@ def _refuse_existing(target: Path, flag: str) -> None:
             f"{flag} {target} already exists, and nothing is overwritten. Name a new folder, or "
             "move that one away."
         )
-
-
-def _lock(descriptor: int, target: Path, flag: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(
-            f"Another process is writing {flag} {target}. Wait for it, or name another folder."
-        ) from None
 
 
 def _empty(partial: Path) -> None:

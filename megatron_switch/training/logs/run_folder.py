@@ -12,7 +12,6 @@ loaded.
 """
 
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -24,9 +23,10 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from megatron_switch import __version__
 from megatron_switch.checkpoint.load.files import CHECKPOINTS, has_checkpoint
@@ -87,7 +87,7 @@ class RunFolder:
         self.rank_table = path / "ranks.csv"
         self._run = path / "run.json"
         self._resume = path / "resume.sh"
-        self._lock_file: IO[str] | None = None
+        self._lock: FileLock | None = None
 
     def apply(self, args: Namespace, explicit: Collection[str]) -> tuple[str, ...]:
         """Point the flags that were not given at this folder.
@@ -146,12 +146,12 @@ class RunFolder:
         Raises:
             ConfigError: Another process trains in it.
         """
-        if self._lock_file is not None or not self.path.exists():
+        if self._lock is not None or not self.path.exists():
             return
-        self._lock_file = (self.path / ".lock").open("w")
+        self._lock = FileLock(self.path / ".lock", timeout=0)
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            self._lock.acquire()
+        except Timeout as error:
             raise ConfigError(
                 f"Another process is training in --switch-run-dir {self.path}, and two would write "
                 "over each other's checkpoints. Wait for it, or give another folder."

@@ -83,7 +83,10 @@ def header(entry) -> bytes:
         ((6).to_bytes(8, "little") + b"[1, 2]", "x.safetensors is no safetensors file"),
         (header({"dtype": "Q9", "shape": [4], "data_offsets": [0, 16]}), "unknown variant `Q9`"),
         (header({"dtype": "C64", "shape": [2], "data_offsets": [0, 16]}), "x is of the unknown"),
-        (header({"dtype": "F32", "shape": [3], "data_offsets": [0, 16]}), "invalid shape, data type, or offset"),
+        (
+            header({"dtype": "F32", "shape": [3], "data_offsets": [0, 16]}),
+            "invalid shape, data type, or offset",
+        ),
         (header({"dtype": "F32", "shape": [4]}), "data_offsets"),
         ((90_000).to_bytes(8, "little") + b"[" * 90_000, "invalid JSON in header"),
     ],

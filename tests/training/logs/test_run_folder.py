@@ -1,5 +1,7 @@
 """A run folder belongs to one run, says what that run is, and continues it."""
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -237,8 +239,19 @@ def test_one_process_at_a_time_trains_in_a_folder(folder):
         ConfigError, match=f"Another process is training in --switch-run-dir {folder.path}"
     ):
         RunFolder(folder.path).lock()
-    assert folder._lock_file is not None
-    folder._lock_file.close()
+    assert folder._lock is not None
+    folder._lock.release()
+    RunFolder(folder.path).lock()
+
+
+def test_a_file_system_without_locks_is_no_reason_to_stop(folder, monkeypatch):
+    folder.path.mkdir()
+
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    folder.lock()
     RunFolder(folder.path).lock()
 
 
