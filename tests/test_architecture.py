@@ -19,6 +19,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_switch"
 
+PURE = (
+    "moe.counter_rng",
+    "moe.initialization",
+    "moe.losses",
+    "moe.metrics.routing_counts",
+    "moe.reference",
+    "moe.routing",
+)
+"""Modules of level L2: they see tensors, and neither Megatron nor process groups."""
+
 ROOMS: tuple[tuple[str, ...], ...] = (
     # L0: what everybody may need
     ("megatron_switch", "errors"),
@@ -33,15 +43,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("migration",),
     ("launch",),
     # L2: torch only, no process groups
-    (
-        "moe.counter_rng",
-        "moe.initialization",
-        "moe.losses",
-        "moe.metrics.routing_counts",
-        "moe.reference",
-        "moe.routed_tokens",
-        "moe.routing",
-    ),
+    ("upstream.private",),
+    PURE,
     # L3: modules of a Megatron model, its files and its data
     ("upstream.process_groups", "parallel_state"),
     ("moe",),
@@ -79,8 +82,6 @@ NO_TORCH = (
     "launch",
     "migration",
 )
-PURE = ROOMS[10]
-"""Rooms of level L2: they see tensors, and neither Megatron nor process groups."""
 
 TEXT_FOLDERS = (PACKAGE, "tests", "tools", "examples", "docs", ".ci")
 LONGEST_FILE = 400

@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_switch.upstream.private import function_mode_stack
+
 _Func = Callable[..., Any]
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
 _CPU = torch.device("cpu")
-_mode_stack: Callable[[], list[object]] = torch.overrides._get_current_function_mode_stack
 
 
 def is_cuda(device: object) -> bool:
@@ -82,7 +83,7 @@ class CudaOnCpu(TorchFunctionMode):
 
     def is_active(self) -> bool:
         """Whether this mode sees the calls that are made now; inside a call it does not."""
-        return self in _mode_stack()
+        return self in function_mode_stack()
 
     def __torch_function__(
         self,

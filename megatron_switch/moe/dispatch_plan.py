@@ -1,10 +1,9 @@
-"""Where every token of a dispatch goes: index arithmetic, no communication, no [T, E] map.
+"""Which row of a dispatch goes where: index arithmetic, no communication, no [T, E] map.
 
-A plan says in which order rows are sent, to whom, and how the receiver brings them into the order
-of its experts. Packed and padded dispatch differ in their plan only. Expert ``e`` lives on
-expert-parallel rank ``e // local_experts``; with expert-tensor parallelism each token is sent to
-all ranks that hold a shard of its expert (they are neighbours in the group), and what they return
-is summed.
+A plan says in which order rows are sent, to whom, and how the receiver sorts them by expert. Packed
+and padded dispatch differ in their plan only. Expert ``e`` lives on expert-parallel rank
+``e // local_experts``; with expert-tensor parallelism each token is sent to all ranks that hold a
+shard of its expert (they are neighbours in the group), and their partial outputs are summed.
 
 Rows may be sent in several chunks, so that one chunk travels while experts work on another. Every
 chunk holds about the same number of rows of every expert.
@@ -22,9 +21,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megatron_switch.moe.exchange import RowMap
+from megatron_switch.upstream.private import with_values
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ExpertGrid:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ExchangeChunk:
     """The part of an exchange that travels at one time."""
 
     send: list[int]
@@ -55,31 +54,32 @@ class Chunk:
     receive: list[int]
     """Rows from each peer."""
     sort: RowMap | None
-    """From the order of arrival to the order of experts; None where they are the same."""
+    """From the order in which rows are received to that of experts; None where they agree."""
     tokens_per_expert_e: Tensor
     """Rows of each local expert, int64, on the CPU and never a fake tensor."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The whole way of this rank's tokens to their experts; the way back is its transpose."""
+class DispatchPlan:
+    """How this rank's tokens reach their experts; combine is its transpose."""
 
     pack: RowMap
     """From tokens to sent rows, chunk by chunk, ordered by peer and expert inside a chunk."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ExchangeChunk, ...]
 
 
 def packed_keys(
     expert_T: Tensor, slot_T: Tensor, kept_T: Tensor, *, num_experts: int, num_chunks: int
 ) -> Tensor:
     """Return what tokens are sorted by: chunk, then expert; dropped ones last. int64, (T,)."""
+    # Slots are dealt to chunks in turn, so every chunk gets an even share of each expert.
     key_T = (slot_T % num_chunks) * num_experts + expert_T
     return torch.where(kept_T, key_T, num_chunks * num_experts)
 
 
 def count_keys(key_T: Tensor, *, num_experts: int, num_chunks: int) -> Tensor:
     """Return the kept tokens of each chunk and expert: int64, shape (W, E)."""
-    # Not bincount: on CUDA it waits for the device.
+    # Not bincount: on CUDA it waits for the device. The last bin takes the dropped tokens.
     bins = torch.zeros(num_chunks * num_experts + 1, dtype=torch.int64, device=key_T.device)
     bins.scatter_add_(0, key_T, torch.ones_like(key_T))
     return bins[:-1].view(num_chunks, num_experts)
@@ -87,10 +87,10 @@ def count_keys(key_T: Tensor, *, num_experts: int, num_chunks: int) -> Tensor:
 
 def packed_plan(
     key_T: Tensor, counts_WE: Tensor, received_NWe: Tensor, *, grid: ExpertGrid
-) -> Plan:
+) -> DispatchPlan:
     """Plan an exchange in which only kept tokens travel.
 
-    Row counts become host numbers here, in one read: the only wait for the device.
+    Row counts are read by the host here, in one copy: the only wait for the device.
 
     Args:
         key_T: From :func:`packed_keys`.
@@ -119,14 +119,14 @@ def packed_plan(
     for w in range(num_chunks):
         arriving_Ne = received_host_NWe[:, w]
         chunks.append(
-            Chunk(
+            ExchangeChunk(
                 send=send_WN[w].tolist(),
                 receive=arriving_Ne.sum(dim=1).tolist(),
                 sort=_sort_by_expert(received_NWe[:, w], rows=int(arriving_Ne.sum())),
                 tokens_per_expert_e=arriving_Ne.sum(dim=0),
             )
         )
-    return Plan(pack, tuple(chunks))
+    return DispatchPlan(pack, tuple(chunks))
 
 
 def padded_plan(
@@ -138,7 +138,7 @@ def padded_plan(
     num_shards: int,
     num_chunks: int,
     grid: ExpertGrid,
-) -> Plan:
+) -> DispatchPlan:
     """Plan an exchange in which every slot travels, filled or not; shapes depend on no value.
 
     Args:
@@ -152,7 +152,7 @@ def padded_plan(
         grid: Where experts live.
 
     Returns:
-        The plan. ``pack.back`` has a row for every entry of ``place_T``.
+        The plan. ``pack.copies`` has a row for every entry of ``place_T``.
     """
     served = -(-capacity // num_shards)  # slots per expert and group that this rank serves
     step = -(-served // num_chunks)
@@ -165,6 +165,7 @@ def padded_plan(
         (place_T // capacity) % num_groups,
     )
     mine_T = (place_T >= 0) & (slot_T >= 0) & (slot_T < served)
+    # Every chunk takes ``step`` slots of each expert and group, the last one what is left.
     chunk_T = slot_T // step
     width_T = torch.where(chunk_T == len(widths) - 1, widths[-1], step)
     # Rows of a chunk are laid out as [expert-parallel rank, copy, local expert, group, slot].
@@ -177,37 +178,39 @@ def padded_plan(
     ] + block_TK * (num_groups * width_T)[:, None]
 
     num_rows = rows_per_slot * served
-    back_TK = torch.where(mine_T[:, None], row_TK, -1)
-    take = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=device)
-    token_TK = torch.arange(len(place_T), device=device)[:, None].expand_as(back_TK)
-    # Tokens served by others all write to the row that is cut off.
-    take.scatter_(0, torch.where(mine_T[:, None], row_TK, num_rows).flatten(), token_TK.flatten())
-    pack = RowMap(take[:num_rows], back_TK, take_has_gaps=True, back_has_gaps=True)
-    return Plan(pack, tuple(_padded_chunk(num_groups * width, grid, device) for width in widths))
+    copies_TK = torch.where(mine_T[:, None], row_TK, -1)
+    source = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=device)
+    token_TK = torch.arange(len(place_T), device=device)[:, None].expand_as(copies_TK)
+    # Tokens served by other ranks all write to one more row, which is cut off.
+    source.scatter_(0, torch.where(mine_T[:, None], row_TK, num_rows).flatten(), token_TK.flatten())
+    pack = RowMap(source[:num_rows], copies_TK, source_has_gaps=True, copies_have_gaps=True)
+    return DispatchPlan(pack, tuple(_padded_chunk(num_groups * width, grid, device) for width in widths))
 
 
 def _pack_kept(key_T: Tensor, counts_WPe: Tensor, *, copies: int, rows: int) -> RowMap:
     """Sort the kept tokens and repeat each peer's block once for every copy."""
     num_tokens, device = key_T.numel(), key_T.device
-    order_T = key_T.argsort(stable=True)
+    order_T = key_T.argsort(stable=True)  # kept tokens first, by chunk and expert
     if copies == 1:
-        take_R = order_T[:rows]
-        place_R = take_R
+        source_R = order_T[:rows]
+        place_R = source_R
     else:
         length_WP = counts_WPe.sum(dim=2).flatten()
         start_WP = length_WP.cumsum(0) - length_WP
+        # The block of an expert-parallel rank follows once for each of its tensor ranks.
         length_WPK = length_WP.repeat_interleave(copies)
-        take_R = order_T[_segments(start_WP.repeat_interleave(copies), length_WPK, rows)]
+        source_R = order_T[_segments(start_WP.repeat_interleave(copies), length_WPK, rows)]
         copy_WPK = torch.arange(copies, device=device).repeat(length_WP.numel())
-        place_R = take_R * copies + torch.repeat_interleave(copy_WPK, length_WPK, output_size=rows)
-    back_TK = torch.full((num_tokens * copies,), -1, dtype=torch.int64, device=device)
-    back_TK[place_R] = torch.arange(rows, device=device)
-    return RowMap(take_R, back_TK.view(num_tokens, copies), take_has_gaps=False, back_has_gaps=True)
+        place_R = source_R * copies + torch.repeat_interleave(copy_WPK, length_WPK, output_size=rows)
+    copies_TK = torch.full((num_tokens * copies,), -1, dtype=torch.int64, device=device)
+    copies_TK[place_R] = torch.arange(rows, device=device)
+    copies_TK = copies_TK.view(num_tokens, copies)
+    return RowMap(source_R, copies_TK, source_has_gaps=False, copies_have_gaps=True)
 
 
 def _sort_by_expert(received_Ne: Tensor, *, rows: int) -> RowMap | None:
     """Return the map from (peer, expert) to (expert, peer) order."""
-    if 1 in received_Ne.shape:
+    if 1 in received_Ne.shape:  # one peer or one expert: nothing to sort
         return None
     length = received_Ne.flatten()
     start_Ne = (length.cumsum(0) - length).view_as(received_Ne)
@@ -216,23 +219,24 @@ def _sort_by_expert(received_Ne: Tensor, *, rows: int) -> RowMap | None:
 
 def _segments(start: Tensor, length: Tensor, total: int) -> Tensor:
     """Concatenate ``arange(start[i], start[i] + length[i])`` for all i; ``total`` long."""
+    # The total is given, because to sum the lengths would wait for the device.
     shift = start - (length.cumsum(0) - length)
     repeated = torch.repeat_interleave(shift, length, output_size=total)
     return torch.arange(total, device=start.device) + repeated
 
 
-def _padded_chunk(rows_per_expert: int, grid: ExpertGrid, device: torch.device) -> Chunk:
+def _padded_chunk(rows_per_expert: int, grid: ExpertGrid, device: torch.device) -> ExchangeChunk:
     """Return a chunk of ``rows_per_expert`` rows for every peer and local expert."""
     local_experts = grid.local_experts
     sort = None
     if grid.peers > 1 and local_experts > 1:
-        arrival = torch.arange(grid.peers * local_experts * rows_per_expert, device=device)
-        by_peer = arrival.view(grid.peers, local_experts, rows_per_expert)
+        received = torch.arange(grid.peers * local_experts * rows_per_expert, device=device)
+        by_peer = received.view(grid.peers, local_experts, rows_per_expert)
         sort = RowMap.permutation(by_peer.transpose(0, 1).flatten())
     rows_per_peer = [local_experts * rows_per_expert] * grid.peers
-    # Static numbers must stay readable where all other tensors are fake.
-    with unset_fake_temporarily():
+    # The host reads these static numbers, also where all other tensors are fake.
+    with with_values():
         tokens_per_expert_e = torch.full(
             (local_experts,), grid.peers * rows_per_expert, dtype=torch.int64, device="cpu"
         )
-    return Chunk(rows_per_peer, rows_per_peer, sort, tokens_per_expert_e)
+    return ExchangeChunk(rows_per_peer, rows_per_peer, sort, tokens_per_expert_e)

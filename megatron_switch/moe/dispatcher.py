@@ -1,4 +1,4 @@
-"""Sends tokens to their experts and brings the outputs back, in first-come slots already decided.
+"""Dispatch and combine: tokens travel to their experts, and outputs back, in slots already decided.
 
 Two modes with the same results, drops and gradients:
 
@@ -13,7 +13,7 @@ in every collective; for backward only integers are kept, O(T) of them (padded: 
 (float32) and random keys travel beside the tokens, and experts multiply the gate in, so that no
 expert output is kept for its gradient.
 
-Dispatchers hold process groups and sizes, no state: two micro-batches may be under way at a time.
+Dispatchers hold process groups and sizes, no state: two micro-batches may be in flight at a time.
 
 Shape letters:
 
@@ -24,7 +24,6 @@ Shape letters:
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,9 +34,9 @@ from torch import Tensor
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.moe.dispatch_plan import (
-    Chunk,
+    DispatchPlan,
+    ExchangeChunk,
     ExpertGrid,
-    Plan,
     count_keys,
     packed_keys,
     packed_plan,
@@ -50,34 +49,14 @@ from megatron_switch.moe.exchange import (
     reduce_scatter_rows,
     scatter_rows,
 )
-from megatron_switch.moe.routed_tokens import RoutedTokens
+from megatron_switch.moe.routing import RoutedTokens
 
 Experts = Callable[..., tuple[Tensor, Tensor | None]]
 """Megatron's ``ExpertsInterface``: ``(rows_RD, tokens_per_expert_e, gate_R)``, and ``key_R=`` where
 the tokens have keys, to ``(out_RD, None)``."""
 
-
-@dataclass(frozen=True)
-class Dispatched:
-    """Rows for this rank's experts, ordered by expert, and the way back."""
-
-    tokens_RD: Tensor
-    tokens_per_expert_e: Tensor
-    """Rows of each local expert, int64, on the CPU."""
-    gate_R: Tensor
-    """Router probability of each row, float32, differentiable; 0 for an empty slot."""
-    key_R: Tensor | None
-    """Random key of each row, int64; None where tokens have none."""
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class _Shipment:
-    """One chunk of rows under way to the experts."""
-
-    tokens: Exchange
-    gates: Exchange
-    keys: Exchange | None
+_Columns = list[Tensor | None]
+"""Rows of one chunk: tokens (R, D), gates (R,) and, where experts draw noise, keys (R,)."""
 
 
 class Dispatcher(ABC):
@@ -114,43 +93,16 @@ class Dispatcher(ABC):
         assert self.group.size() == self.grid.peers, "tp_ep is not the product of ep and expt_tp"
 
     @abstractmethod
-    def _plan(self, routed: RoutedTokens, num_chunks: int) -> Plan:
+    def _plan(self, routed: RoutedTokens, num_chunks: int) -> DispatchPlan:
         """Decide which row goes where."""
 
-    def _share(self, x: Tensor) -> Tensor:
+    def _gather_shards(self, x: Tensor) -> Tensor:
         """Return the rows that the plan packs, from this rank's."""
         return x
 
-    def _keep(self, x: Tensor) -> Tensor:
-        """Return this rank's rows, the transpose of :meth:`_share`."""
+    def _scatter_shards(self, x: Tensor) -> Tensor:
+        """Return this rank's rows, the transpose of :meth:`_gather_shards`."""
         return x
-
-    def dispatch(self, x_TD: Tensor, routed: RoutedTokens) -> Dispatched:
-        """Send tokens to the ranks of their experts.
-
-        Args:
-            x_TD: Tokens, shape (T, D), batch-major.
-            routed: Where they go.
-
-        Returns:
-            The rows for this rank's experts.
-        """
-        plan = self._plan(routed, num_chunks=1)
-        (rows,) = self._pack(x_TD, routed, plan)
-        return self._unload(self._ship(rows, plan.chunks[0]), plan.chunks[0], plan)
-
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring the experts' outputs back to their tokens.
-
-        Args:
-            y_RD: Outputs in the order of ``dispatched.tokens_RD``, gate applied.
-            dispatched: What :meth:`dispatch` returned.
-
-        Returns:
-            Shape (T, D); exactly zero for a token without a slot.
-        """
-        (chunk,) = dispatched.plan.chunks
-        return self._unpack([self._ship_back(y_RD, chunk)], dispatched.plan)
 
     def run(self, x_TD: Tensor, routed: RoutedTokens, experts: Experts) -> Tensor:
         """Dispatch, compute and combine; with several chunks, the next one travels meanwhile.
@@ -166,16 +118,19 @@ class Dispatcher(ABC):
         plan = self._plan(routed, self.overlap_chunks)
         # Popped as they go: a list would keep rows alive that nobody needs any more.
         waiting = deque(zip(self._pack(x_TD, routed, plan), plan.chunks, strict=True))
-        under_way = deque([self._ship(*waiting.popleft())])
+        in_flight = deque([self._send(*waiting.popleft())])
         returning = []
         for chunk in plan.chunks:
-            if waiting:
-                under_way.append(self._ship(*waiting.popleft()))
-            rows = self._unload(under_way.popleft(), chunk, plan)
-            returning.append(self._ship_back(apply_experts(experts, rows), chunk))
-        return self._unpack(returning, plan)
+            if waiting:  # one chunk ahead: it travels while the experts work on this one
+                in_flight.append(self._send(*waiting.popleft()))
+            y_RD = self._compute(in_flight.popleft(), chunk, experts)
+            rows = y_RD if chunk.sort is None else scatter_rows(y_RD, chunk.sort)
+            returning.append(Exchange.start(rows, self.group, chunk.receive, chunk.send))
+        received = [exchange.wait() for exchange in returning]
+        rows = received[0] if len(received) == 1 else torch.cat(received)
+        return self._scatter_shards(scatter_rows(rows, plan.pack))
 
-    def _pack(self, x_TD: Tensor, routed: RoutedTokens, plan: Plan) -> list[list[Tensor | None]]:
+    def _pack(self, x_TD: Tensor, routed: RoutedTokens, plan: DispatchPlan) -> list[_Columns]:
         """Return for each chunk its rows to send: tokens, gates, keys."""
         sizes = [sum(chunk.send) for chunk in plan.chunks]
         columns: list[Any] = []
@@ -184,44 +139,38 @@ class Dispatcher(ABC):
             if column is None:
                 columns.append([None] * len(sizes))
             else:
-                columns.append(torch.split(gather_rows(self._share(column), plan.pack), sizes))
+                packed = gather_rows(self._gather_shards(column), plan.pack)
+                columns.append(torch.split(packed, sizes))
         return [list(rows) for rows in zip(*columns, strict=True)]
 
-    def _ship(self, rows: list[Tensor | None], chunk: Chunk) -> _Shipment:
-        tokens, gates, keys = (
-            None if part is None else Exchange.start(part, self.group, chunk.send, chunk.receive)
-            for part in rows
-        )
-        assert tokens is not None
-        assert gates is not None
-        return _Shipment(tokens, gates, keys)
+    def _send(self, columns: _Columns, chunk: ExchangeChunk) -> list[Exchange | None]:
+        return [
+            None if rows is None else Exchange.start(rows, self.group, chunk.send, chunk.receive)
+            for rows in columns
+        ]
 
-    def _unload(self, shipment: _Shipment, chunk: Chunk, plan: Plan) -> Dispatched:
-        def arrive(exchange: Exchange) -> Tensor:
-            rows = exchange.arrive()
-            return rows if chunk.sort is None else gather_rows(rows, chunk.sort)
+    def _compute(
+        self, in_flight: list[Exchange | None], chunk: ExchangeChunk, experts: Experts
+    ) -> Tensor:
+        """Wait for a chunk and return its experts' outputs, in the order of their rows: (R, D)."""
 
-        return Dispatched(
-            tokens_RD=arrive(shipment.tokens),
-            tokens_per_expert_e=chunk.tokens_per_expert_e,
-            gate_R=arrive(shipment.gates),
-            key_R=None if shipment.keys is None else arrive(shipment.keys),
-            plan=plan,
-        )
+        def received(exchange: Exchange | None) -> Tensor | None:
+            if exchange is None or chunk.sort is None:
+                return None if exchange is None else exchange.wait()
+            return gather_rows(exchange.wait(), chunk.sort)
 
-    def _ship_back(self, y_RD: Tensor, chunk: Chunk) -> Exchange:
-        rows = y_RD if chunk.sort is None else scatter_rows(y_RD, chunk.sort)
-        return Exchange.start(rows, self.group, chunk.receive, chunk.send)
-
-    def _unpack(self, returning: list[Exchange], plan: Plan) -> Tensor:
-        rows = [exchange.arrive() for exchange in returning]
-        return self._keep(scatter_rows(rows[0] if len(rows) == 1 else torch.cat(rows), plan.pack))
+        tokens_RD, gate_R, key_R = map(received, in_flight)
+        # Passed only where there are any: Transformer Engine's experts take no keys.
+        keys = {} if key_R is None else {"key_R": key_R}
+        output_RD, bias = experts(tokens_RD, chunk.tokens_per_expert_e, gate_R, **keys)
+        assert bias is None, "experts have no bias"
+        return output_RD
 
 
 class PackedDispatcher(Dispatcher):
     """Only kept tokens travel; serves every capacity group, ``ep`` included."""
 
-    def _plan(self, routed: RoutedTokens, num_chunks: int) -> Plan:
+    def _plan(self, routed: RoutedTokens, num_chunks: int) -> DispatchPlan:
         routing, grid = routed.routing, self.grid
         sizes = {"num_experts": grid.num_experts, "num_chunks": num_chunks}
         key_T = packed_keys(routing.expert_T, routing.slot_T, routing.kept_T, **sizes)
@@ -229,7 +178,7 @@ class PackedDispatcher(Dispatcher):
         return packed_plan(key_T, counts_WE, self._exchange_counts(counts_WE), grid=grid)
 
     def _exchange_counts(self, counts_WE: Tensor) -> Tensor:
-        """Return what every peer will send to this rank's experts: shape (N, W, e)."""
+        """Return how many rows every peer will send to this rank's experts: shape (N, W, e)."""
         grid, num_chunks = self.grid, len(counts_WE)
         counts_NWe = (
             counts_WE.view(num_chunks, grid.expert_parallel, grid.local_experts)
@@ -251,9 +200,10 @@ class PaddedDispatcher(Dispatcher):
     (r + 1) * ceil(C / n)) of every expert and group, and outputs return by reduce-scatter.
     """
 
-    def _plan(self, routed: RoutedTokens, num_chunks: int) -> Plan:
+    def _plan(self, routed: RoutedTokens, num_chunks: int) -> DispatchPlan:
         routing = routed.routing
-        capacity = max(1, routed.capacity)  # one empty slot where there is room for nobody
+        capacity = max(1, routed.capacity)  # one empty slot, so that no buffer has zero rows
+        # All slots of the layer in one line: expert, then group, then slot.
         block_T = routing.expert_T * routed.num_groups + routed.group_T
         place_T = torch.where(routing.kept_T, block_T * capacity + routing.slot_T, -1)
         return padded_plan(
@@ -266,10 +216,10 @@ class PaddedDispatcher(Dispatcher):
             grid=self.grid,
         )
 
-    def _share(self, x: Tensor) -> Tensor:
+    def _gather_shards(self, x: Tensor) -> Tensor:
         return all_gather_rows(x, self.shards)
 
-    def _keep(self, x: Tensor) -> Tensor:
+    def _scatter_shards(self, x: Tensor) -> Tensor:
         return reduce_scatter_rows(x, self.shards)
 
 
@@ -291,16 +241,3 @@ def build_dispatcher(
         overlap_chunks=switch.overlap_chunks,
         send_keys=switch.expert_dropout > 0.0,
     )
-
-
-def apply_experts(experts: Experts, dispatched: Dispatched) -> Tensor:
-    """Return the outputs of this rank's experts, in the order of their rows: shape (R, D).
-
-    Keys are passed only where there are any, because Transformer Engine's experts take none.
-    """
-    keys = {} if dispatched.key_R is None else {"key_R": dispatched.key_R}
-    output_RD, bias = experts(
-        dispatched.tokens_RD, dispatched.tokens_per_expert_e, dispatched.gate_R, **keys
-    )
-    assert bias is None, "experts have no bias"
-    return output_RD

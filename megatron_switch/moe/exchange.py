@@ -1,11 +1,11 @@
-"""Rows in motion: gathers by index, the all-to-all, and gather and reduce-scatter, with gradients.
+"""Moving rows with gradients: gathers by index, the all-to-all, all-gather and reduce-scatter.
 
 Each operation is the transpose of another one here, so a backward pass is again one gather or one
 collective, and nothing but integers is kept for it. Every rank of a group takes part in every
 collective, forward and backward, also when it sends and receives no row.
 
 Megatron's own mappings are not used: they allocate on ``torch.cuda.current_device()`` whatever the
-device of their input, and cannot leave an exchange under way.
+device of their input, and have no asynchronous all-to-all.
 
 Shape letters: N rows of any kind, K copies of one row.
 """
@@ -21,27 +21,33 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class RowMap:
-    """Where rows come from, and the transpose: where each source row went."""
+    """Which source row each row is a copy of, and the transpose: which rows copy each source row.
 
-    take: Tensor
+    Both directions are kept, so that the transpose of a gather is again a gather: on CUDA an
+    accumulating scatter would be neither deterministic nor as fast.
+    """
+
+    source: Tensor
     """int64 (N,): source row of each row, -1 for a row of zeros."""
-    back: Tensor
-    """int64 (sources, K): the rows that took this source row, -1 for none."""
-    take_has_gaps: bool
-    """Whether -1 may occur in ``take``."""
-    back_has_gaps: bool
-    """Whether -1 may occur in ``back``."""
+    copies: Tensor
+    """int64 (sources, K): the rows that copy this source row, -1 for none."""
+    source_has_gaps: bool
+    """Whether -1 may occur in ``source``."""
+    copies_have_gaps: bool
+    """Whether -1 may occur in ``copies``."""
 
     @classmethod
-    def permutation(cls, take_N: Tensor) -> "RowMap":
+    def permutation(cls, source_N: Tensor) -> "RowMap":
         """Return the map of a reordering, in which every source row occurs exactly once."""
-        back_N = torch.empty_like(take_N)
-        back_N[take_N] = torch.arange(take_N.numel(), device=take_N.device)
-        return cls(take_N, back_N.unsqueeze(1), take_has_gaps=False, back_has_gaps=False)
+        inverse_N = torch.empty_like(source_N)
+        inverse_N[source_N] = torch.arange(source_N.numel(), device=source_N.device)
+        return cls(
+            source_N, inverse_N.unsqueeze(1), source_has_gaps=False, copies_have_gaps=False
+        )
 
 
 def gather_rows(x: Tensor, rows: RowMap) -> Tensor:
-    """Return ``x[rows.take]``: the rows of ``x`` in their new places, zeros where there are none.
+    """Return ``x[rows.source]``, with zeros where a row has no source.
 
     Args:
         x: Source rows, shape (sources, ...).
@@ -50,8 +56,8 @@ def gather_rows(x: Tensor, rows: RowMap) -> Tensor:
     Returns:
         Shape (N, ...), dtype of ``x``.
     """
-    taken: Tensor = _Take.apply(x, rows)
-    return taken
+    gathered: Tensor = _GatherRows.apply(x, rows)
+    return gathered
 
 
 def scatter_rows(x: Tensor, rows: RowMap) -> Tensor:
@@ -59,50 +65,51 @@ def scatter_rows(x: Tensor, rows: RowMap) -> Tensor:
 
     Args:
         x: Rows, shape (N, ...).
-        rows: The map that took them.
+        rows: The map by which they were gathered.
 
     Returns:
-        Shape (sources, ...), dtype of ``x``; zeros for a source that nobody took.
+        Shape (sources, ...), dtype of ``x``; zeros for a source without copies.
     """
-    put: Tensor = _Put.apply(x, rows)
-    return put
+    scattered: Tensor = _ScatterRows.apply(x, rows)
+    return scattered
 
 
-class _Take(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowMap) -> Tensor:
-        ctx.has_gaps = rows.back_has_gaps
-        ctx.save_for_backward(rows.back)
-        return _take(x, rows.take, rows.take_has_gaps)
+        ctx.has_gaps = rows.copies_have_gaps
+        ctx.save_for_backward(rows.copies)
+        return _gather(x, rows.source, rows.source_has_gaps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (back,) = ctx.saved_tensors
-        return _take(grad, back, ctx.has_gaps), None
+        (copies,) = ctx.saved_tensors
+        return _gather(grad, copies, ctx.has_gaps), None
 
 
-class _Put(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowMap) -> Tensor:
-        ctx.has_gaps = rows.take_has_gaps
-        ctx.save_for_backward(rows.take)
-        return _take(x, rows.back, rows.back_has_gaps)
+        ctx.has_gaps = rows.source_has_gaps
+        ctx.save_for_backward(rows.source)
+        return _gather(x, rows.copies, rows.copies_have_gaps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (take,) = ctx.saved_tensors
-        return _take(grad, take, ctx.has_gaps), None
+        (source,) = ctx.saved_tensors
+        return _gather(grad, source, ctx.has_gaps), None
 
 
-def _take(x: Tensor, index: Tensor, has_gaps: bool) -> Tensor:
+def _gather(x: Tensor, index: Tensor, has_gaps: bool) -> Tensor:
     """Gather rows; with a second dim in ``index``, sum over it (in float32 for half precision)."""
     shape = index.shape + x.shape[1:]
     if x.shape[0] == 0:  # nothing to gather from: every index is -1
         rows = x.new_zeros(shape)
     else:
         flat = index.reshape(-1)
+        # A gap reads row 0 and is zeroed afterwards, whatever row 0 holds (NaN too).
         rows = x.index_select(0, flat.clamp(min=0) if has_gaps else flat).view(shape)
         if has_gaps:
             missing = (index < 0).view(index.shape + (1,) * (x.ndim - 1))
@@ -112,50 +119,56 @@ def _take(x: Tensor, index: Tensor, has_gaps: bool) -> Tensor:
     return rows.squeeze(1) if index.shape[1] == 1 else rows.sum(dim=1)
 
 
-class _Wire:
-    """One all-to-all and, later, its transpose; at most one of them is under way."""
+class AsyncAllToAll:
+    """One all-to-all and, later, its transpose; at most one of them is in flight."""
 
     def __init__(self, group: dist.ProcessGroup, send: list[int], receive: list[int]) -> None:
         self.group, self.send, self.receive = group, send, receive
-        self._under_way: tuple[Any, Tensor, Tensor] | None = None
+        self._in_flight: tuple[Any, Tensor, Tensor] | None = None
 
-    def launch(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Start an exchange; what it returns must not be read before :meth:`land`."""
+    def start(self, rows: Tensor, *, transposed: bool = False) -> Tensor:
+        """Start the exchange of rows, or of gradients in the opposite direction.
+
+        Returns:
+            The buffer that is being filled; it must not be read before :meth:`wait`.
+        """
+        send, receive = (self.receive, self.send) if transposed else (self.send, self.receive)
         rows = rows.contiguous()
-        arriving = rows.new_empty((sum(receive), *rows.shape[1:]))
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
         work = dist.all_to_all_single(
-            arriving, rows, receive, send, group=self.group, async_op=True
+            received, rows, receive, send, group=self.group, async_op=True
         )
-        self._under_way = (work, arriving, rows)  # the sent rows are read until the end
-        return arriving
+        self._in_flight = (work, received, rows)  # the sent rows are read until the end
+        return received
 
-    def land(self) -> Tensor:
-        """Wait for the exchange under way and return what arrived."""
-        assert self._under_way is not None, "waited for an exchange that was not started"
-        work, arrived, _ = self._under_way
+    def wait(self) -> Tensor:
+        """Wait for the exchange in flight and return what was received."""
+        assert self._in_flight is not None, "waited for an exchange that was not started"
+        work, received, _ = self._in_flight
         work.wait()
-        self._under_way = None
-        return arrived
+        self._in_flight = None
+        return received
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows under way between ranks; :meth:`arrive` waits for them.
+    """Rows in flight between ranks; :meth:`wait` returns what was received.
 
-    Backward runs the other way round: the gradients set out where the rows arrived, and are waited
-    for where the rows set out. So what overlaps in forward overlaps in backward too.
+    Backward runs the other way round: the exchange of gradients starts where the rows were waited
+    for, and is waited for where theirs was started. So what overlaps in forward overlaps in
+    backward too.
     """
 
     rows: Tensor
-    """The rows themselves where there is nobody to exchange with; else a stand-in for them that
-    ties the two ends together in autograd's graph."""
-    wire: _Wire | None
+    """The rows themselves where there is nobody to exchange with; else a placeholder that ties the
+    two ends together in autograd's graph."""
+    transfer: AsyncAllToAll | None
 
     @classmethod
     def start(
         cls, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]
     ) -> "Exchange":
-        """Send rows to every rank of a group and leave them under way.
+        """Send rows to every rank of a group and leave them in flight.
 
         Args:
             rows: Shape (sum(send), ...), ordered by destination.
@@ -165,40 +178,41 @@ class Exchange:
         """
         if group.size() == 1:
             return cls(rows, None)
-        wire = _Wire(group, send, receive)
-        return cls(_SetOut.apply(rows, wire), wire)
+        transfer = AsyncAllToAll(group, send, receive)
+        return cls(_StartExchange.apply(rows, transfer), transfer)
 
-    def arrive(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Return the received rows, ordered by sender: shape (sum(receive), ...)."""
-        if self.wire is None:
+        if self.transfer is None:
             return self.rows
-        arrived: Tensor = _Arrive.apply(self.rows, self.wire)
-        return arrived
+        received: Tensor = _WaitForExchange.apply(self.rows, self.transfer)
+        return received
 
 
-class _SetOut(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, wire: _Wire) -> Tensor:
-        ctx.wire = wire
-        wire.launch(rows, wire.send, wire.receive)
+    def forward(ctx: Any, rows: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(rows)
         return rows.new_zeros(()).expand(rows.shape)  # shape of the gradient, and no memory
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.wire.land(), None  # ``grad`` itself, complete now
+        # ``grad`` is the buffer that _WaitForExchange.backward returned before it was filled.
+        return ctx.transfer.wait(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _WaitForExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stand_in: Tensor, wire: _Wire) -> Tensor:
-        ctx.wire = wire
-        return wire.land()
+    def forward(ctx: Any, placeholder: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.wire.launch(grad, ctx.wire.receive, ctx.wire.send), None
+        return ctx.transfer.start(grad, transposed=True), None
 
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -210,7 +224,7 @@ def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if group.size() == 1:
         return x
-    gathered: Tensor = _Gather.apply(x, group)
+    gathered: Tensor = _AllGather.apply(x, group)
     return gathered
 
 
@@ -227,7 +241,7 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return share
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -236,14 +250,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_and_scatter(grad, ctx.group), None
+        return _reduce_scatter(grad, ctx.group), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _sum_and_scatter(x, group)
+        return _reduce_scatter(x, group)
 
     @staticmethod
     @once_differentiable
@@ -257,7 +271,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def _sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     share = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     dist.reduce_scatter_tensor(share, x.contiguous(), group=group)
     return share

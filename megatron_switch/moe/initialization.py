@@ -24,9 +24,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_switch.moe.counter_rng import mix, uniform
+from megatron_switch.upstream.private import has_values
 
 InitMethod = Callable[[Tensor], object]
 """Fills a tensor in place, from torch's default generator."""
@@ -131,8 +131,8 @@ def _draw_(
     init_method: InitMethod | None,
 ) -> None:
     """Fill ``weight`` with the given rows, and columns from the given one on, of a whole matrix."""
-    if weight.is_meta or isinstance(weight.data, FakeTensor):
-        return  # there is nothing to fill
+    if not has_values(weight):
+        return
     num_columns = weight.shape[1]
     if scale is None:
         assert init_method is not None, "neither a scale nor a method to draw with"

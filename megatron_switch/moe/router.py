@@ -14,7 +14,8 @@ Decisions:
 * Losses count tokens before any drop: over each sequence with capacity group ``sequence``, over
   the micro-batch otherwise. Each rank attaches its share; Megatron sums gradients over shards and
   averages them over data-parallel ranks and micro-batches. With the loss counted per token a
-  micro-batch weighs as much as its tokens in the loss (:mod:`megatron_switch.moe.loss_tokens`).
+  micro-batch weighs as much as its tokens in the loss
+  (:mod:`megatron_switch.moe.micro_batch_state`).
 * Statistics are recorded once per micro-batch: in training where gradients are enabled, so that a
   recomputed layer records once, and in evaluation apart from training.
 * Like Megatron's routers it returns a pair whose second item says which experts were chosen; what
@@ -46,17 +47,16 @@ from megatron_switch.moe import counter_rng
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.capacity_groups import CapacityGroups, Rows
 from megatron_switch.moe.initialization import init_router_weight_
-from megatron_switch.moe.loss_tokens import loss_tokens
 from megatron_switch.moe.losses import load_balancing_share, router_z_share
 from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, statistics_row
 from megatron_switch.moe.metrics.tracker import record_routing
-from megatron_switch.moe.routed_tokens import RoutedTokens
+from megatron_switch.moe.micro_batch_state import loss_tokens, step_key
 from megatron_switch.moe.routing import (
+    RoutedTokens,
     RouterProbabilities,
     SwitchRouting,
     router_probabilities,
 )
-from megatron_switch.moe.step_key import step_key
 
 
 class SwitchRouter(TopKRouter):  # type: ignore[misc]

@@ -56,6 +56,26 @@ class SwitchRouting:
 
 
 @dataclass(frozen=True)
+class RoutedTokens:
+    """What a router hands to a dispatcher. Rows are batch-major: row ``t = b * S_local + s``.
+
+    Slots are final: they are counted over the whole capacity group, whichever ranks hold it, so a
+    dispatcher never asks other ranks who came first.
+    """
+
+    routing: SwitchRouting
+    """Expert, gate, slot and kept of every token; slots count over the whole capacity group."""
+    group_T: Tensor
+    """int64, capacity group of the token inside its micro-batch, in [0, num_groups)."""
+    num_groups: int
+    """Capacity groups of one micro-batch: 1, or the number of sequences."""
+    capacity: int
+    """Slots per expert and capacity group."""
+    key_T: Tensor | None = None
+    """int64, random key of the token; None where experts draw nothing."""
+
+
+@dataclass(frozen=True)
 class RouterProbabilities:
     """Softmax of the router's logits, and its normaliser."""
 

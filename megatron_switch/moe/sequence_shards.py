@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SequenceChunk:
     """A run of consecutive positions of every sequence, held by one rank."""
 
     position: int
@@ -39,7 +39,7 @@ class Chunk:
 class SequenceShards:
     """How one sequence is spread over tensor- and context-parallel ranks."""
 
-    chunks_NK: tuple[tuple[Chunk, ...], ...]
+    chunks_NK: tuple[tuple[SequenceChunk, ...], ...]
     """For each rank of the tensor-and-context group, its chunks in local order."""
 
     @classmethod
@@ -128,17 +128,17 @@ def earlier_counts(
     return before[microbatch].index_select(1, place)
 
 
-def _context_chunks(length: int, rank: int, size: int) -> tuple[Chunk, ...]:
+def _context_chunks(length: int, rank: int, size: int) -> tuple[SequenceChunk, ...]:
     if size == 1:
-        return (Chunk(position=0, offset=0, length=length),)
+        return (SequenceChunk(position=0, offset=0, length=length),)
     half = length // 2
     return (
-        Chunk(position=rank * half, offset=0, length=half),
-        Chunk(position=(2 * size - 1 - rank) * half, offset=half, length=half),
+        SequenceChunk(position=rank * half, offset=0, length=half),
+        SequenceChunk(position=(2 * size - 1 - rank) * half, offset=half, length=half),
     )
 
 
-def _slice_of(chunks: tuple[Chunk, ...], start: int, length: int) -> tuple[Chunk, ...]:
+def _slice_of(chunks: tuple[SequenceChunk, ...], start: int, length: int) -> tuple[SequenceChunk, ...]:
     """Cut ``[start, start + length)`` out of chunks; those outside stay, with length 0."""
     parts = []
     for chunk in chunks:
@@ -146,7 +146,7 @@ def _slice_of(chunks: tuple[Chunk, ...], start: int, length: int) -> tuple[Chunk
         last = max(first, min(start + length, chunk.offset + chunk.length))
         # An empty part keeps its position: it sorts somewhere and counts nothing.
         parts.append(
-            Chunk(
+            SequenceChunk(
                 position=chunk.position + max(0, first - chunk.offset),
                 offset=first - start,
                 length=last - first,

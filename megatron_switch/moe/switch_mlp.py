@@ -11,6 +11,7 @@ Shape letters:
     S  positions of a sequence on this rank    B  sequences in the micro-batch    D  model
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -24,7 +25,32 @@ from torch import Tensor
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.moe.dispatcher import Dispatcher, PaddedDispatcher, build_dispatcher
-from megatron_switch.moe.routed_tokens import RoutedTokens
+from megatron_switch.moe.experts import build_experts
+from megatron_switch.moe.router import SwitchRouter
+from megatron_switch.moe.routing import RoutedTokens
+
+
+def switch_mlp_spec(
+    switch: SwitchConfig, *, seed: int, layers_before: int = 0
+) -> functools.partial[Any]:
+    """Return a builder for ``submodules.mlp`` of a transformer layer spec.
+
+    Args:
+        switch: Switch settings, with dispatch mode resolved.
+        seed: Seed of the initial weights.
+        layers_before: Layers of the model in front of the stack that the layer belongs to.
+
+    Returns:
+        Callable with the keyword arguments of Megatron's ``MlpBuilder`` protocol; it makes a
+        :class:`SwitchMLP`.
+    """
+    submodules = MoESubmodules(
+        experts=functools.partial(build_experts, switch=switch),
+        router=functools.partial(SwitchRouter, switch=switch),
+    )
+    return functools.partial(
+        SwitchMLP, submodules=submodules, switch=switch, seed=seed, layers_before=layers_before
+    )
 
 
 class SwitchMLP(MoELayer):  # type: ignore[misc]
@@ -32,7 +58,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
 
     Args:
         config: Megatron's transformer configuration.
-        submodules: Builders of router and experts, from :mod:`megatron_switch.moe.layer_spec`.
+        submodules: Builders of router and experts, from :func:`switch_mlp_spec`.
         layer_number: 1-based number of the layer in its stack, if known already.
         pg_collection: Process groups.
         is_mtp_layer: Whether the layer belongs to multi-token prediction; refused.

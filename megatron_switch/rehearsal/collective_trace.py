@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup
 
 from megatron_switch.layout.nodes import nodes_spanned
 from megatron_switch.upstream.process_groups import MEGATRON_GROUPS
@@ -94,7 +93,7 @@ class CollectiveLog:
     def add(self, op: Any, args: Sequence[Any]) -> None:
         """Note one call of an operator in :data:`COLLECTIVES`."""
         place = next(i for i, each in enumerate(args) if isinstance(each, torch.ScriptObject))
-        group = ProcessGroup.unbox(args[place])
+        group = dist.ProcessGroup.unbox(args[place])
         name, members = self._describe(group)
         num_bytes = max(sum(map(_bytes, _tensors(each))) for each in args[:place])
         self.calls.append(Call(COLLECTIVES[op], name, members, num_bytes))

@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.data import Dataset
 
 from megatron_switch.config import SwitchConfig
@@ -27,6 +25,12 @@ from megatron_switch.rehearsal.host_offload import host_memory
 from megatron_switch.rehearsal.observer import Answer, Observation, StepObserver
 from megatron_switch.rehearsal.patches import known_samples, observed_steps, one_of_many_ranks
 from megatron_switch.rehearsal.shape_cache import ShapeMemory
+from megatron_switch.upstream.private import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    FakeWork,
+    operator_schema,
+)
 
 _REFUSED = {
     "fp8": "--fp8-format",
@@ -277,7 +281,7 @@ def _answers() -> dict[Any, Answer]:
 def _done_at_once(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what a collective returns, finished: its first tensors where it returns any."""
     work = FakeWork().boxed()
-    return work if len(op._schema.returns) == 1 else (args[0], work)
+    return work if len(operator_schema(op).returns) == 1 else (args[0], work)
 
 
 def _read(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

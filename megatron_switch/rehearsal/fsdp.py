@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_switch.rehearsal.memory import LiveMemory
 from megatron_switch.upstream.patching import Patch, applied
+from megatron_switch.upstream.private import without_dispatch_modes
 
 _RANKS = "rank numbers must have values"
 _FSDP = "megatron.core.distributed.fsdp."
@@ -84,7 +84,7 @@ def sharding_patches(memory: LiveMemory) -> tuple[Patch, ...]:
 
 def _with_values(original: Callable[..., Any]) -> Callable[..., Any]:
     def real(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with without_dispatch_modes():
             return original(*args, **kwargs)
 
     return real

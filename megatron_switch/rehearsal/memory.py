@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from megatron_switch.upstream.private import in_autograd_node, local_storage, storage_address
 
 KINDS = (
     "dense weights",
@@ -83,8 +84,8 @@ class LiveMemory:
             tensor: The tensor; of one that is spread over ranks, the part of this rank.
             on_host: Whether a new storage is in the host's memory.
         """
-        storage = _storage(tensor)
-        address = storage._cdata
+        storage = local_storage(tensor)
+        address = storage_address(storage)
         if address in self._live:
             return
 
@@ -98,15 +99,16 @@ class LiveMemory:
 
     def resized(self, tensor: Tensor) -> None:
         """Count anew the storage of a tensor, whose memory was given back or taken again."""
-        storage = _storage(tensor)
-        if storage._cdata in self._live:
-            self._change(storage._cdata, storage.nbytes())
+        storage = local_storage(tensor)
+        address = storage_address(storage)
+        if address in self._live:
+            self._change(address, storage.nbytes())
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor's storage was counted as the host's."""
         if not self._now[_HOST]:
             return False
-        found = self._live.get(_storage(tensor)._cdata)
+        found = self._live.get(storage_address(local_storage(tensor)))
         return found is not None and found[2] == _HOST
 
     @contextmanager
@@ -132,7 +134,7 @@ class LiveMemory:
             Bytes by kind on the device, of the kinds in ``held``.
         """
         kinds = {
-            _storage(tensor)._cdata: KINDS.index(kind)
+            storage_address(local_storage(tensor)): KINDS.index(kind)
             for kind in reversed(tuple(held))
             for tensor in held[kind]
         }
@@ -158,7 +160,7 @@ class LiveMemory:
             return self._made_as
         if not self.in_forward_backward:
             return _OTHER
-        if torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+        if not in_autograd_node() or torch.is_grad_enabled():
             return _ACTIVATIONS  # with gradients on inside a backward pass: recomputed
         return _BACKWARD
 
@@ -174,12 +176,6 @@ class LiveMemory:
         if self._total > self._peak_total:
             self._peak_total = self._total
             self._peak = list(self._now)
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor; of one spread over ranks, that of this rank's part."""
-    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return part.untyped_storage()
 
 
 def held_by(model: Iterable[torch.nn.Module], optimizer: Any) -> dict[str, list[Tensor]]:

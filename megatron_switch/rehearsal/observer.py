@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from megatron_switch.rehearsal.collective_trace import COLLECTIVES, Call, CollectiveLog
 from megatron_switch.rehearsal.memory import LiveMemory, Peak, held_by
+from megatron_switch.upstream.private import TorchDispatchMode, in_autograd_node, operator_packet
 
 _aten = torch.ops.aten
 
@@ -86,11 +86,9 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return answer(func, args, kwargs)
         result = self._run(func, args, kwargs)
         if self._log is not None:
-            formula = _FLOPS.get(func._overloadpacket)
+            formula = _FLOPS.get(operator_packet(func))
             if formula is not None:
-                in_backward = (
-                    torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
-                )
+                in_backward = in_autograd_node() and not torch.is_grad_enabled()
                 self._flops[in_backward] += formula(*args, **kwargs, out_val=result)
         self._see(result, self._on_host(args))
         return result

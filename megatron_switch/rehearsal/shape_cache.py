@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from megatron_switch.upstream.private import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    operator_schema,
+    storage_address,
+)
 
 _PLAIN: tuple[type, ...] = (
     *(int, float, bool, str, type(None)),
@@ -90,12 +97,12 @@ class ShapeMemory:
         if not isinstance(result, FakeTensor) or result.constant is not None:
             return None
         memory = result.untyped_storage()
-        shared = {each.untyped_storage()._cdata for each in _tensors(args)}
+        shared = {storage_address(each.untyped_storage()) for each in _tensors(args)}
         size, stride, dtype = result.shape, result.stride(), result.dtype
         device = result.fake_device
         with in_kernel_invocation_manager(self._mode):
             alike = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        if memory._cdata in shared or memory.nbytes() != alike.untyped_storage().nbytes():
+        if storage_address(memory) in shared or memory.nbytes() != alike.untyped_storage().nbytes():
             return None
 
         def make() -> Tensor:
@@ -108,7 +115,7 @@ class ShapeMemory:
 
 def _effect(func: Any) -> _Effect:
     """Return what an operator does with memory, as its schema says."""
-    schema = func._schema
+    schema = operator_schema(func)
     if func.namespace != "aten" or not schema.returns or torch.Tag.inplace_view in func.tags:
         return _Effect.OTHER
     dynamic = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)

@@ -22,7 +22,7 @@ from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.models.gpt import switch_gpt_layer_spec
-from megatron_switch.moe.layer_spec import switch_mlp_spec
+from megatron_switch.moe.switch_mlp import switch_mlp_spec
 from megatron_switch.testing.ranks import run_ranks
 
 PLAIN = {

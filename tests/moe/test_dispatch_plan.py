@@ -29,13 +29,13 @@ def test_packed_rows_by_hand():
     kept_T = slot_T < 2
     plan = packed(expert_T, slot_T, kept_T, num_chunks=1)
     # Rank 0 of the experts' grid holds experts 0 and 1, and each block is sent to both its shards.
-    assert plan.pack.take.tolist() == [1, 2, 3, 1, 2, 3, 0, 5, 0, 5]
-    assert plan.pack.back.tolist() == [[6, 8], [0, 3], [1, 4], [2, 5], [-1, -1], [7, 9]]
+    assert plan.pack.source.tolist() == [1, 2, 3, 1, 2, 3, 0, 5, 0, 5]
+    assert plan.pack.copies.tolist() == [[6, 8], [0, 3], [1, 4], [2, 5], [-1, -1], [7, 9]]
     (chunk,) = plan.chunks
     assert chunk.send == [3, 3, 2, 2]
     assert chunk.receive == [3, 3, 3, 3]
     # Each peer sent two rows for expert 0, then one for expert 1.
-    assert chunk.sort.take.tolist() == [0, 1, 3, 4, 6, 7, 9, 10, 2, 5, 8, 11]
+    assert chunk.sort.source.tolist() == [0, 1, 3, 4, 6, 7, 9, 10, 2, 5, 8, 11]
     assert chunk.tokens_per_expert_e.tolist() == [8, 4]
 
 
@@ -51,14 +51,14 @@ def test_packed_chunks_hold_about_the_same_rows_of_every_expert():
 
 
 def _rows_of_chunks(plan):
-    return torch.split(plan.pack.take, [sum(chunk.send) for chunk in plan.chunks])
+    return torch.split(plan.pack.source, [sum(chunk.send) for chunk in plan.chunks])
 
 
 def test_packed_plan_of_no_token():
     empty_T = torch.empty(0, dtype=torch.int64)
     plan = packed(empty_T, empty_T, empty_T.bool(), num_chunks=2)
-    assert plan.pack.take.shape == (0,)
-    assert plan.pack.back.shape == (0, 2)
+    assert plan.pack.source.shape == (0,)
+    assert plan.pack.copies.shape == (0, 2)
     assert [chunk.send for chunk in plan.chunks] == [[0] * 4] * 2
 
 
@@ -81,10 +81,10 @@ def test_padded_slots_are_served_once_and_laid_out_by_peer_and_expert(num_shards
         )
         assert len(plan.chunks) == min(num_chunks, -(-capacity // num_shards))
         _check_layout(plan, place_T // (num_groups * capacity))
-        served += (plan.pack.back >= 0).sum(dim=1)
-        rows = torch.arange(len(plan.pack.take))
-        filled = plan.pack.take >= 0
-        copies = plan.pack.back[plan.pack.take[filled]]
+        served += (plan.pack.copies >= 0).sum(dim=1)
+        rows = torch.arange(len(plan.pack.source))
+        filled = plan.pack.source >= 0
+        copies = plan.pack.copies[plan.pack.source[filled]]
         assert (copies == rows[filled, None]).any(dim=1).all()
     assert torch.equal(served, torch.where(place_T >= 0, 2, 0))
 
@@ -102,4 +102,4 @@ def _check_layout(plan, expert_T):
         per_expert = GRID.peers * blocks.shape[3]
         assert chunk.tokens_per_expert_e.tolist() == [per_expert] * 2
         arrival = torch.arange(len(rows)).view(4, 2, -1)
-        assert torch.equal(chunk.sort.take, arrival.transpose(0, 1).flatten())
+        assert torch.equal(chunk.sort.source, arrival.transpose(0, 1).flatten())

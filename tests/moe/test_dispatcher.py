@@ -27,12 +27,10 @@ from megatron_switch.moe.counter_rng import dropout
 from megatron_switch.moe.dispatcher import (
     PackedDispatcher,
     PaddedDispatcher,
-    apply_experts,
     build_dispatcher,
 )
 from megatron_switch.moe.experts import GroupedExperts
-from megatron_switch.moe.routed_tokens import RoutedTokens
-from megatron_switch.moe.routing import route
+from megatron_switch.moe.routing import RoutedTokens, route
 from megatron_switch.testing.ranks import run_ranks
 
 LAYOUTS = [
@@ -102,27 +100,32 @@ def _check_dispatched(rank, kind):
     dispatcher = kind(switch_config(layout), part.groups)
     x_TD = part.of(problem.x_MBSD)
     routed = part.routed(problem, x_TD, problem.router_ED)
-    rows = dispatcher.dispatch(x_TD, routed)
+    given = []
 
-    assert rows.tokens_per_expert_e.device.type == "cpu"
-    assert rows.tokens_per_expert_e.sum() == len(rows.tokens_RD) == len(rows.gate_R)
-    chosen_R = (rows.tokens_RD @ problem.router_ED.t()).softmax(dim=1)
-    local_R = torch.arange(rank * 2, rank * 2 + 2).repeat_interleave(rows.tokens_per_expert_e)
-    filled_R = rows.gate_R > 0
+    def unchanged(rows_RD, tokens_per_expert_e, gate_R, *, key_R):
+        given.extend([rows_RD, tokens_per_expert_e, gate_R, key_R])
+        return rows_RD, None
+
+    back_TD = dispatcher.run(x_TD, routed, unchanged)
+    assert torch.equal(back_TD, x_TD * routed.routing.kept_T.unsqueeze(1))
+
+    rows_RD, tokens_per_expert_e, gate_R, key_R = given
+    assert tokens_per_expert_e.device.type == "cpu"
+    assert tokens_per_expert_e.sum() == len(rows_RD) == len(gate_R)
+    chosen_R = (rows_RD @ problem.router_ED.t()).softmax(dim=1)
+    local_R = torch.arange(rank * 2, rank * 2 + 2).repeat_interleave(tokens_per_expert_e)
+    filled_R = gate_R > 0
     if kind is PackedDispatcher:
         assert filled_R.all()
         assert len(filled_R) < len(local_R) + 1
     else:
-        assert rows.tokens_per_expert_e.tolist() == [2 * 3, 2 * 3]  # peers x capacity
-        assert not rows.tokens_RD[~filled_R].any()
+        assert tokens_per_expert_e.tolist() == [2 * 3, 2 * 3]  # peers x capacity
+        assert not rows_RD[~filled_R].any()
     assert torch.equal(chosen_R.argmax(dim=1)[filled_R], local_R[filled_R])
-    torch.testing.assert_close(rows.gate_R[filled_R], chosen_R.amax(dim=1)[filled_R])
+    torch.testing.assert_close(gate_R[filled_R], chosen_R.amax(dim=1)[filled_R])
     # A key is the token's index in the whole batch, so it leads back to the token.
-    tokens = problem.x_MBSD.flatten(0, 2)[rows.key_R[filled_R]]
-    assert torch.equal(tokens, rows.tokens_RD[filled_R])
-
-    back_TD = dispatcher.combine(rows.tokens_RD, rows)
-    assert torch.equal(back_TD, x_TD * routed.routing.kept_T.unsqueeze(1))
+    tokens = problem.x_MBSD.flatten(0, 2)[key_R[filled_R]]
+    assert torch.equal(tokens, rows_RD[filled_R])
 
 
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2, tp=2, etp=2), Layout(2, ep=2)], ids=str)
@@ -228,7 +231,7 @@ def _check_exchanges(rank, kind, forward):
     )
     seen, _ = run(1)
     assert seen == [*forward, *one, "keys", "experts", "tokens"]
-    # The second chunk sets out before the experts work on the first, in backward too.
+    # The second chunk is sent before the experts work on the first, in backward too.
     seen, seen_backward = run(2, send_keys=False)
     assert seen == [*forward, *two, "experts", "tokens", "experts", "tokens"]
     assert seen_backward == ["tokens", "tokens", "gates", "tokens", "gates", "tokens"]
@@ -305,9 +308,13 @@ def _check_fake(rank):
             y_TD.sum().backward()
             assert y_TD.shape == x_TD.grad.shape == (B * S, D)
             assert experts.weight1.grad.shape == (1, FF, D)
-        rows = PaddedDispatcher(config, groups).dispatch(x_TD, routed)
-    assert rows.tokens_per_expert_e.tolist() == [4 * 3]  # 4 peers send half of 5 slots, rounded up
-    assert rows.tokens_RD.shape == (12, D)
+        given = []
+        PaddedDispatcher(config, groups).run(
+            x_TD, routed, lambda rows_RD, *others: given.append((rows_RD, *others)) or (rows_RD, None)
+        )
+    ((rows_RD, tokens_per_expert_e, _),) = given
+    assert tokens_per_expert_e.tolist() == [4 * 3]  # 4 peers send half of 5 slots, rounded up
+    assert rows_RD.shape == (12, D)
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
 
@@ -338,6 +345,5 @@ def _check_bias(rank):
     dispatcher = PackedDispatcher(switch_config(OF_ONE_RANK), start_groups(OF_ONE_RANK))
     routing = route(torch.randn(3, E), capacity=3)
     routed = RoutedTokens(routing, torch.zeros(3, dtype=torch.int64), 1, 3)
-    rows = dispatcher.dispatch(torch.randn(3, D), routed)
     with pytest.raises(AssertionError, match="experts have no bias"):
-        apply_experts(lambda rows_RD, *_: (rows_RD, rows_RD[0]), rows)
+        dispatcher.run(torch.randn(3, D), routed, lambda rows_RD, *_: (rows_RD, rows_RD[0]))

@@ -14,18 +14,18 @@ from megatron_switch.moe.exchange import (
 )
 from megatron_switch.testing.ranks import run_ranks
 
-# Four sources; row 1 goes nowhere, row 2 twice, and one place stays empty.
+# Four sources; row 1 has no copy, row 2 has two, and one row has no source.
 WITH_GAPS = RowMap(
-    take=torch.tensor([2, 0, -1, 3, 2]),
-    back=torch.tensor([[1, -1], [-1, -1], [0, 4], [3, -1]]),
-    take_has_gaps=True,
-    back_has_gaps=True,
+    source=torch.tensor([2, 0, -1, 3, 2]),
+    copies=torch.tensor([[1, -1], [-1, -1], [0, 4], [3, -1]]),
+    source_has_gaps=True,
+    copies_have_gaps=True,
 )
 MATRIX = torch.zeros(5, 4).double()
 MATRIX[[0, 1, 3, 4], [2, 0, 3, 2]] = 1.0
 
 
-def test_take_and_put_are_transposes_of_each_other():
+def test_gather_and_scatter_are_transposes_of_each_other():
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     y = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(gather_rows(x, WITH_GAPS), MATRIX @ x)
@@ -41,7 +41,7 @@ def test_missing_rows_are_zero_whatever_else_holds():
     assert gather_rows(x, WITH_GAPS)[2] == 0.0
 
 
-def test_nothing_can_be_taken_from_nothing():
+def test_rows_without_a_source_are_zeros():
     empty = RowMap(torch.tensor([-1, -1]), torch.empty(0, 1, dtype=torch.int64), True, True)
     x = torch.empty(0, 3, requires_grad=True)
     y = gather_rows(x, empty)
@@ -50,7 +50,7 @@ def test_nothing_can_be_taken_from_nothing():
     assert x.grad.shape == (0, 3)
 
 
-def test_a_permutation_is_undone_by_putting_back():
+def test_scattering_undoes_a_permutation():
     rows = RowMap.permutation(torch.randperm(7))
     x = torch.randn(7, 2)
     assert torch.equal(scatter_rows(gather_rows(x, rows), rows), x)
@@ -70,7 +70,7 @@ def _check_exchange(rank):
     send = [rank if peer == 0 else 1 for peer in range(size)]
     receive = [peer if rank == 0 else 1 for peer in range(size)]
     rows = torch.full((sum(send), 2), float(rank), requires_grad=True)
-    arrived = Exchange.start(rows, group, send, receive).arrive()
+    arrived = Exchange.start(rows, group, send, receive).wait()
     expected = torch.arange(float(size)).repeat_interleave(torch.tensor(receive))
     assert torch.equal(arrived, expected[:, None].expand(-1, 2))
     (arrived * float(rank + 1)).sum().backward()
@@ -78,15 +78,15 @@ def _check_exchange(rank):
     assert torch.equal(rows.grad, receiver[:, None].expand(-1, 2))
 
 
-def _check_under_way(rank):
+def _check_in_flight(rank):
     group = dist.group.WORLD
     rows = torch.full((2, 1), float(rank))
     first = Exchange.start(rows, group, [1, 1], [1, 1])
     second = Exchange.start(rows * 10, group, [1, 1], [1, 1])
-    assert torch.equal(second.arrive(), torch.tensor([[0.0], [10.0]]))
-    assert torch.equal(first.arrive(), torch.tensor([[0.0], [1.0]]))
+    assert torch.equal(second.wait(), torch.tensor([[0.0], [10.0]]))
+    assert torch.equal(first.wait(), torch.tensor([[0.0], [1.0]]))
     with pytest.raises(AssertionError, match="was not started"):
-        first.arrive()
+        first.wait()
 
 
 def _check_gather(rank):
@@ -110,12 +110,12 @@ def _check_alone(rank):
     x = torch.randn(3, 2)
     assert all_gather_rows(x, group) is x
     assert reduce_scatter_rows(x, group) is x
-    assert Exchange.start(x, group, [3], [3]).arrive() is x
+    assert Exchange.start(x, group, [3], [3]).wait() is x
 
 
 @pytest.mark.parametrize(
     ("check", "world_size"),
-    [(_check_exchange, 3), (_check_under_way, 2), (_check_gather, 3), (_check_alone, 1)],
+    [(_check_exchange, 3), (_check_in_flight, 2), (_check_gather, 3), (_check_alone, 1)],
 )
 def test_collectives(check, world_size):
     run_ranks(check, world_size)

@@ -22,9 +22,8 @@ from torch import nn
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import ConfigError
-from megatron_switch.moe.loss_tokens import set_loss_tokens
+from megatron_switch.moe.micro_batch_state import set_loss_tokens, set_step_key
 from megatron_switch.moe.router import SwitchRouter
-from megatron_switch.moe.step_key import set_step_key
 from megatron_switch.testing.ranks import run_ranks
 
 

@@ -29,8 +29,8 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import ConfigError
 from megatron_switch.moe import switch_mlp
-from megatron_switch.moe.layer_spec import switch_mlp_spec
-from megatron_switch.moe.step_key import set_step_key
+from megatron_switch.moe.micro_batch_state import set_step_key
+from megatron_switch.moe.switch_mlp import switch_mlp_spec
 from megatron_switch.testing.ranks import run_ranks
 
 LAYOUTS = [

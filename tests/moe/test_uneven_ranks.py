@@ -154,7 +154,7 @@ def run_layer(rank, batch, layout, groups, mode):
     dist.all_reduce(layer.router.weight.grad)
     # Experts that change nothing: kept tokens come back as they were.
     routed, _ = layer.router(x_BSD, padding_BS)
-    rows = layer.token_dispatcher.dispatch(x_TD, routed)
+    back_TD = layer.token_dispatcher.run(x_TD, routed, lambda rows_RD, *_: (rows_RD, None))
     return {
         "y": y_SBD.detach().transpose(0, 1).flatten(0, 1),
         "x": hidden.grad.transpose(0, 1).flatten(0, 1),
@@ -162,7 +162,7 @@ def run_layer(rank, batch, layout, groups, mode):
         "wi": layer.experts.weight1.grad,
         "wo": layer.experts.weight2.grad,
         "kept": routed.routing.kept_T,
-        "back": layer.token_dispatcher.combine(rows.tokens_RD, rows),
+        "back": back_TD,
     }
 
 

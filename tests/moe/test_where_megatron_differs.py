@@ -17,7 +17,7 @@ from support.layout_case import D, E, Layout, S, start_groups, switch_config
 from support.switch_case import Case, build_layer
 
 from megatron_switch.emulation import cuda_on_cpu
-from megatron_switch.moe.loss_tokens import set_loss_tokens
+from megatron_switch.moe.micro_batch_state import set_loss_tokens
 from megatron_switch.moe.routing import route
 from megatron_switch.testing.ranks import run_ranks
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from megatron_switch.moe.experts import GroupedExperts
 from megatron_switch.moe.reference import switch_layer
-from megatron_switch.moe.routed_tokens import RoutedTokens
-from megatron_switch.moe.routing import SwitchRouting, route
+from megatron_switch.moe.routing import RoutedTokens, SwitchRouting, route
 from megatron_switch.moe.sequence_shards import SequenceShards
 
 B, S, D, FF, E = 2, 8, 6, 8, 4

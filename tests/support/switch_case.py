@@ -24,11 +24,10 @@ from torch import Tensor
 from megatron_switch.config import SwitchConfig
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.initialization import init_expert_weight_, init_router_weight_
-from megatron_switch.moe.layer_spec import switch_mlp_spec
 from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
 from megatron_switch.moe.reference import switch_layer
-from megatron_switch.moe.switch_mlp import SwitchMLP
+from megatron_switch.moe.switch_mlp import SwitchMLP, switch_mlp_spec
 from support.layout_case import FF, D, E, Layout, Part, S, switch_config
 
 SEED, LAYER = 11, 3

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.models.t5 import SwitchT5Model
-from megatron_switch.moe.layer_spec import switch_mlp_spec
+from megatron_switch.moe.switch_mlp import switch_mlp_spec
 
 VOCAB = 96
 ENCODER_PATTERN = [0, 1, 0, 1]

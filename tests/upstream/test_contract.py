@@ -25,17 +25,6 @@ from megatron_switch.upstream import version
 ROOT = Path(megatron_switch.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if "examples" not in path.parts)
 
-PRIVATE_NAMES = {
-    "megatron.core.parallel_state._global_process_group_list",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async._results_queue",
-    "megatron.training.global_vars._GLOBAL_TENSORBOARD_WRITER",
-    "megatron.training.global_vars._set_one_logger",
-    "megatron.training.global_vars._set_signal_handler",
-    "megatron.training.global_vars._set_tensorboard_writer",
-    "megatron.training.global_vars._set_wandb_writer",
-}
-"""Private names of Megatron's modules that we set or call; patches declare theirs themselves."""
-
 TE_SIGNATURES = {
     "TEColumnParallelGroupedLinear": "num_gemms input_size output_size config init_method bias "
     "skip_bias_add is_expert pg_collection",
@@ -104,33 +93,6 @@ def test_every_imported_name_exists():
 def test_a_name_that_is_gone_would_be_found():
     gone = Import(Path("ours.py"), "megatron.core.utils", "no_such_function", "x")
     assert list(missing([gone])) != []
-
-
-def test_private_names_exist():
-    for full_name in PRIVATE_NAMES:
-        module, _, name = full_name.rpartition(".")
-        assert hasattr(importlib.import_module(module), name), full_name
-
-
-def private_attributes_in(path: Path) -> Iterator[str]:
-    """Private attributes of Megatron's modules that a file names."""
-    modules = {each.alias: each.resolve() for each in imports_in(path)}
-    for node in ast.walk(tree(path)):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr.startswith("_")
-            and isinstance(node.value, ast.Name)
-            and inspect.ismodule(modules.get(node.value.id))
-        ):
-            yield f"{modules[node.value.id].__name__}.{node.attr}"
-
-
-def test_private_names_are_all_listed():
-    attributes = {name for path in FILES for name in private_attributes_in(path)}
-    imported = {
-        f"{each.module}.{each.name}" for each in IMPORTS if (each.name or "").startswith("_")
-    }
-    assert attributes | imported == PRIVATE_NAMES
 
 
 def calls_in(path: Path) -> Iterator[tuple[ast.Call, Any]]:

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_switch.checkpoint.formats.dist_metadata import COMMON_STATE_KEY
 from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.upstream.private import StorageInfo
 
 _FILE_BYTES = 4 * 2**30
 """A data file is closed when it has this many; whole chunks only."""
@@ -166,8 +166,8 @@ def _write_file(
     chunks: Iterable[Chunk],
     on_bytes: Callable[[int], None],
     stop: Event,
-) -> dict[MetadataIndex, _StorageInfo]:
-    places: dict[MetadataIndex, _StorageInfo] = {}
+) -> dict[MetadataIndex, StorageInfo]:
+    places: dict[MetadataIndex, StorageInfo] = {}
     with (folder / name).open("wb") as stream:
         for chunk in chunks:
             if stop.is_set():
@@ -181,10 +181,10 @@ def _write_file(
     return places
 
 
-def _append(stream: BinaryIO, name: str, tensor: Tensor) -> _StorageInfo:
+def _append(stream: BinaryIO, name: str, tensor: Tensor) -> StorageInfo:
     offset = stream.tell()
     torch.save(tensor, stream)
-    return _StorageInfo(name, offset, stream.tell() - offset)
+    return StorageInfo(name, offset, stream.tell() - offset)
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
@@ -193,11 +193,11 @@ def _own_storage(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _write_objects(folder: Path, entries: Mapping[str, bytes]) -> dict[MetadataIndex, _StorageInfo]:
+def _write_objects(folder: Path, entries: Mapping[str, bytes]) -> dict[MetadataIndex, StorageInfo]:
     name = "__0_objects.distcp"
     places = {}
     with (folder / name).open("wb") as stream:
         for key, content in entries.items():
-            places[MetadataIndex(key)] = _StorageInfo(name, stream.tell(), len(content))
+            places[MetadataIndex(key)] = StorageInfo(name, stream.tell(), len(content))
             stream.write(content)
     return places

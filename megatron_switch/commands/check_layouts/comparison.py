@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from megatron_switch.commands.check_layouts.cases import WORLD_SIZES, Case, all_cases, quick_cases
 from megatron_switch.commands.check_layouts.parser import QUICK_RANKS
@@ -38,6 +37,7 @@ from megatron_switch.emulation import cuda_on_cpu, launch
 from megatron_switch.emulation.launch import import_megatron
 from megatron_switch.errors import ConfigError
 from megatron_switch.training.arguments.parser import CommandLine, parse_command_line
+from megatron_switch.upstream.private import HashStore
 from megatron_switch.upstream.repairs import repaired_megatron
 
 _TIMEOUT = timedelta(minutes=3)

@@ -35,8 +35,8 @@ from megatron_switch.commands.check_layouts.cases import (
 )
 from megatron_switch.commands.check_layouts.values import Routed, Values
 from megatron_switch.data.padding import PADDING_MASK
-from megatron_switch.moe.routed_tokens import RoutedTokens
 from megatron_switch.moe.router import SwitchRouter
+from megatron_switch.moe.routing import RoutedTokens
 from megatron_switch.testing.context_attention import ContextAttention
 from megatron_switch.testing.global_start import NamedTensors, set_weights
 from megatron_switch.training.arguments.parser import CommandLine

@@ -21,8 +21,8 @@ from megatron_switch.commands.inspect.parsers import experts_parser
 from megatron_switch.data.indexed_files import check_indexed_dataset
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.moe.metrics.token_lift import TokenLift, highest_lifts
-from megatron_switch.moe.routed_tokens import RoutedTokens
 from megatron_switch.moe.router import SwitchRouter
+from megatron_switch.moe.routing import RoutedTokens
 from megatron_switch.training.arguments.named_data import named_data
 from megatron_switch.training.inference.trained_model import TrainedModel, open_trained_model
 from megatron_switch.training.logs.console import Console

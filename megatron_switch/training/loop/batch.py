@@ -30,8 +30,7 @@ from megatron_switch.data.padding import (
 )
 from megatron_switch.errors import DataError
 from megatron_switch.moe.counter_rng import mix
-from megatron_switch.moe.loss_tokens import set_loss_tokens
-from megatron_switch.moe.step_key import set_step_key
+from megatron_switch.moe.micro_batch_state import set_loss_tokens, set_step_key
 from megatron_switch.training.loop.micro_batch import LOSS_TOKENS, read_micro_batch, reads_data
 
 

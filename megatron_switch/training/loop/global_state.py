@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.training import get_timers, get_tokenizer, global_vars
+from megatron.training import get_timers, get_tokenizer
 from megatron.training.arguments import validate_args
 from megatron.training.global_vars import rebuild_tokenizer, set_global_variables
-from torch._C._distributed_c10d import HashStore
 
 from megatron_switch import parallel_state
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.models.vocabulary import padded_vocab_size
+from megatron_switch.upstream.private import HashStore, fake_store, install_signal_handler
 
 
 def validate(args: Namespace) -> None:
@@ -54,7 +54,7 @@ def begin_megatron(args: Namespace) -> None:
         LayoutError: The tensor-parallel size does not divide the padded vocabulary.
     """
     # While ranks still look for one another there is nothing to save: a signal ends them. And what
-    # is logged to is opened last, by open_writers: the run may still be refused.
+    # is logged to is opened last, by open_log_writers: the run may still be refused.
     later = {
         "exit_signal_handler": False,
         "tensorboard_dir": None,
@@ -79,13 +79,6 @@ def begin_megatron(args: Namespace) -> None:
     )
 
 
-def open_writers(args: Namespace) -> None:
-    """Open on the last rank what is logged to: TensorBoard's file, the W&B run, One Logger."""
-    global_vars._set_tensorboard_writer(args)
-    global_vars._set_wandb_writer(args)
-    global_vars._set_one_logger(args)
-
-
 @contextmanager
 def process_groups(args: Namespace) -> Iterator[None]:
     """Have ``torch.distributed`` and all groups for the length of a block.
@@ -95,7 +88,7 @@ def process_groups(args: Namespace) -> Iterator[None]:
     """
     _build_process_groups(args)
     if args.exit_signal_handler:
-        global_vars._set_signal_handler(args.exit_signal)
+        install_signal_handler(args.exit_signal)
     try:
         yield
     except SystemExit:  # Megatron's way out at --exit-interval and on SIGTERM
@@ -121,19 +114,9 @@ def _build_process_groups(args: Namespace) -> None:
 def _store(args: Namespace) -> Any:
     """Return where ranks meet; None is where the launcher says."""
     if args.fake_process_group:
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the back end too
-
-        return FakeStore()
+        return fake_store()
     # A single rank meets nobody, so that no launcher need say where.
     return HashStore() if args.world_size == 1 else None
-
-
-def install_writer(writer: Any) -> Any:
-    """Put ``writer`` into Megatron's TensorBoard slot, if given, and return what was there."""
-    before = global_vars._GLOBAL_TENSORBOARD_WRITER
-    if writer is not None:
-        global_vars._GLOBAL_TENSORBOARD_WRITER = writer
-    return before
 
 
 def training_seconds() -> float:

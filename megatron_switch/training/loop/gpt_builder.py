@@ -14,7 +14,7 @@ from megatron.training.argument_utils import (
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.models.gpt import check_supported, switch_gpt_layer_spec
-from megatron_switch.moe.layer_spec import switch_mlp_spec
+from megatron_switch.moe.switch_mlp import switch_mlp_spec
 from megatron_switch.training.arguments.t5_arguments import t5_sparse_layers
 from megatron_switch.training.loop.global_state import words_of
 from megatron_switch.training.loop.t5_builder import t5_model_config

@@ -37,8 +37,6 @@ from megatron_switch.training.loop.batch import ForwardStep, datasets_provider
 from megatron_switch.training.loop.evaluation import EvaluationProgress, EvaluationReporter
 from megatron_switch.training.loop.global_state import (
     begin_megatron,
-    install_writer,
-    open_writers,
     process_groups,
     training_seconds,
     validate,
@@ -61,6 +59,7 @@ from megatron_switch.training.preflight.write_targets import (
     explain_full_disk,
     make_write_targets,
 )
+from megatron_switch.upstream.private import open_log_writers, replace_tensorboard_writer
 from megatron_switch.upstream.repairs import repaired_megatron
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ class _Run:
             with process_groups(args), self._stage():
                 # The first rank has found nothing to refuse, or it would not have come here.
                 console.commit_log()
-                open_writers(args)
+                open_log_writers(args)
                 self._train(model, console)
 
     def _is_finished(self, console: Console) -> bool:
@@ -315,12 +314,12 @@ class _Run:
             return None
         path = self._switch.metrics_file
         writer = StepWriter(
-            install_writer(None),
+            replace_tensorboard_writer(None),
             None if path is None else MetricsFile(Path(path)),
             # Of a sample, for throughput: both sides of a t5.
             sequence_length=args.seq_length + (args.decoder_seq_length or 0),
             array_interval=self._switch.metrics_interval,
             clock=training_seconds,
         )
-        install_writer(writer)
+        replace_tensorboard_writer(writer)
         return writer

@@ -45,6 +45,7 @@ from megatron_switch.training.loop.global_state import begin_megatron, validate
 from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch, sparse_layers
 from megatron_switch.training.preflight.flags import check_before_megatron
 from megatron_switch.training.preflight.layout import check_layout
+from megatron_switch.upstream.private import model_parallel_groups
 
 Batches = Callable[[int, int], Iterator[Any]]
 """``(rank, size) -> samples``: the micro-batches of one data-parallel rank, in order."""
@@ -264,7 +265,7 @@ def _loss(losses: dict[str, Any]) -> float | None:
 def _forget_everything() -> None:
     """Undo what a run has set in this process; not called on failure, when peers may be gone."""
     # Before Megatron forgets them: of these groups it destroys only a few itself.
-    for group in set(mpu._global_process_group_list or ()) - {None}:
+    for group in model_parallel_groups():
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
     megatron.destroy_global_state()

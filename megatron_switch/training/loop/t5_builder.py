@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_switch.config import SwitchConfig
 from megatron_switch.models.t5 import SwitchT5Model
 from megatron_switch.models.t5_layers import check_t5_supported
-from megatron_switch.moe.layer_spec import switch_mlp_spec
+from megatron_switch.moe.switch_mlp import switch_mlp_spec
 from megatron_switch.training.arguments.t5_arguments import stack_frequencies
 
 

@@ -15,9 +15,8 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.moe.dispatcher import PackedDispatcher, PaddedDispatcher
 from megatron_switch.moe.experts import GroupedExperts
-from megatron_switch.moe.layer_spec import switch_mlp_spec
 from megatron_switch.moe.router import SwitchRouter
-from megatron_switch.moe.switch_mlp import SwitchMLP
+from megatron_switch.moe.switch_mlp import SwitchMLP, switch_mlp_spec
 from megatron_switch.testing.ranks import run_ranks
 
 

@@ -1,12 +1,18 @@
-"""Collectives that gloo lacks, answered with the ones it has.
+"""What gloo lacks beside NCCL: collectives of unequal sizes, and groups that cost no thread each.
 
-NCCL gathers and reduce-scatters tensors of unequal sizes, which Megatron's expert tensor
-parallelism needs as soon as experts receive different numbers of tokens; gloo refuses.
-It can exchange unequal sizes all to all, though, as long as they are given as lists.
-Every rank passes the same list of shapes, so all ranks choose the same way.
+**Unequal sizes.** NCCL gathers and reduce-scatters tensors of unequal sizes, which Megatron's
+expert tensor parallelism needs as soon as experts receive different numbers of tokens; gloo
+refuses. It can exchange unequal sizes all to all, though, as long as they are given as lists. Every
+rank passes the same list of shapes, so all ranks choose the same way.
+
+**Threads.** torch gives every gloo group a transport device of its own, and each device a thread
+that wakes every 10 ms. Megatron makes dozens of groups a rank, groups of one rank included: eight
+ranks on two cores then lose a fifth of their time to idle threads. One device serves any number of
+groups.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,3 +89,45 @@ def _as_list(sizes: Any) -> Any:
 
 def _equal(parts: list[Tensor]) -> bool:
     return all(part.shape == parts[0].shape for part in parts)
+
+
+class GroupsOnOneDevice:
+    """Takes the place of ``torch.distributed.ProcessGroupGloo`` where torch makes groups."""
+
+    def __init__(self, original: Any) -> None:
+        """Start without a device.
+
+        Args:
+            original: The class that groups are instances of.
+        """
+        self._original = original
+        self._device: Any = None
+
+    def __call__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, **settings: Any
+    ) -> Any:
+        """Make a group.
+
+        Args:
+            store: Where its ranks meet.
+            rank: This rank's place in it.
+            size: Its ranks.
+            timeout: How long a collective may take.
+            **settings: Further options of this version of torch.
+        """
+        if self._device is None:  # made late, because its thread does not survive a fork
+            self._device = self._original.create_default_device()
+        options = self._original._Options()
+        options._devices = [self._device]
+        options._timeout = timeout
+        for name, value in settings.items():
+            setattr(options, name, value)
+        return self._original(store, rank, size, options)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        """Return whether a group is gloo's, as the class does."""
+        return isinstance(instance, self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the class has under that name."""
+        return getattr(self._original, name)
