@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
+from megatron_switch.emulation.device import Device, Event, Stream
+from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
 from megatron_switch.emulation.gloo import (
     GroupsOnOneDevice,
     gathering_unequal_sizes,
     scattering_unequal_sizes,
     with_sizes_as_lists,
 )
-from megatron_switch.emulation.device import Device, Event, Stream
-from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
 from megatron_switch.upstream.patching import Patch, applied
 
 _NO_GPU = "there is no CUDA device to ask"

@@ -184,7 +184,9 @@ def padded_plan(
     # Tokens served by other ranks all write to one more row, which is cut off.
     source.scatter_(0, torch.where(mine_T[:, None], row_TK, num_rows).flatten(), token_TK.flatten())
     pack = RowMap(source[:num_rows], copies_TK, source_has_gaps=True, copies_have_gaps=True)
-    return DispatchPlan(pack, tuple(_padded_chunk(num_groups * width, grid, device) for width in widths))
+    return DispatchPlan(
+        pack, tuple(_padded_chunk(num_groups * width, grid, device) for width in widths)
+    )
 
 
 def _pack_kept(key_T: Tensor, counts_WPe: Tensor, *, copies: int, rows: int) -> RowMap:
@@ -201,7 +203,9 @@ def _pack_kept(key_T: Tensor, counts_WPe: Tensor, *, copies: int, rows: int) -> 
         length_WPK = length_WP.repeat_interleave(copies)
         source_R = order_T[_segments(start_WP.repeat_interleave(copies), length_WPK, rows)]
         copy_WPK = torch.arange(copies, device=device).repeat(length_WP.numel())
-        place_R = source_R * copies + torch.repeat_interleave(copy_WPK, length_WPK, output_size=rows)
+        place_R = source_R * copies + torch.repeat_interleave(
+            copy_WPK, length_WPK, output_size=rows
+        )
     copies_TK = torch.full((num_tokens * copies,), -1, dtype=torch.int64, device=device)
     copies_TK[place_R] = torch.arange(rows, device=device)
     copies_TK = copies_TK.view(num_tokens, copies)

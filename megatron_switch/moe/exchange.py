@@ -41,9 +41,7 @@ class RowMap:
         """Return the map of a reordering, in which every source row occurs exactly once."""
         inverse_N = torch.empty_like(source_N)
         inverse_N[source_N] = torch.arange(source_N.numel(), device=source_N.device)
-        return cls(
-            source_N, inverse_N.unsqueeze(1), source_has_gaps=False, copies_have_gaps=False
-        )
+        return cls(source_N, inverse_N.unsqueeze(1), source_has_gaps=False, copies_have_gaps=False)
 
 
 def gather_rows(x: Tensor, rows: RowMap) -> Tensor:

@@ -138,7 +138,9 @@ def _context_chunks(length: int, rank: int, size: int) -> tuple[SequenceChunk, .
     )
 
 
-def _slice_of(chunks: tuple[SequenceChunk, ...], start: int, length: int) -> tuple[SequenceChunk, ...]:
+def _slice_of(
+    chunks: tuple[SequenceChunk, ...], start: int, length: int
+) -> tuple[SequenceChunk, ...]:
     """Cut ``[start, start + length)`` out of chunks; those outside stay, with length 0."""
     parts = []
     for chunk in chunks:

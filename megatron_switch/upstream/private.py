@@ -55,8 +55,11 @@ __all__ = [
 with_values = unset_fake_temporarily
 """``with with_values():`` tensors made in the block have values, also inside a fake mode."""
 
-function_mode_stack = torch.overrides._get_current_function_mode_stack
-"""Return the function modes that see a call made now, outermost first."""
+
+def function_mode_stack() -> list[Any]:
+    """Return the function modes that see a call made now, outermost first."""
+    stack: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return stack
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -91,12 +94,11 @@ def operator_packet(operator: Any) -> Any:
     return operator._overloadpacket
 
 
-def fake_store() -> dist.Store:
+def fake_store() -> Any:
     """Return the store of a fake process group, and register that back end."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    store: dist.Store = FakeStore()
-    return store
+    return FakeStore()
 
 
 def model_parallel_groups() -> set[dist.ProcessGroup]:

@@ -99,7 +99,9 @@ def check_groups(rank):
         groups = [group for group in (pair, *others) if group != dist.GroupMember.NON_GROUP_MEMBER]
         devices = {id(device) for group in groups for device in backend(group).options._devices}
         assert len(devices) == 1
-        assert all(isinstance(backend(group), distributed_c10d.ProcessGroupGloo) for group in groups)
+        assert all(
+            isinstance(backend(group), distributed_c10d.ProcessGroupGloo) for group in groups
+        )
         if rank < 2:
             assert backend(pair).options._timeout == timedelta(seconds=41)
         for group in groups:

@@ -309,10 +309,13 @@ def _check_fake(rank):
             assert y_TD.shape == x_TD.grad.shape == (B * S, D)
             assert experts.weight1.grad.shape == (1, FF, D)
         given = []
-        PaddedDispatcher(config, groups).run(
-            x_TD, routed, lambda rows_RD, *others: given.append((rows_RD, *others)) or (rows_RD, None)
-        )
-    ((rows_RD, tokens_per_expert_e, _),) = given
+
+        def unchanged(rows_RD, tokens_per_expert_e, gate_R):
+            given.extend([rows_RD, tokens_per_expert_e])
+            return rows_RD, None
+
+        PaddedDispatcher(config, groups, send_keys=False).run(x_TD, routed, unchanged)
+    rows_RD, tokens_per_expert_e = given
     assert tokens_per_expert_e.tolist() == [4 * 3]  # 4 peers send half of 5 slots, rounded up
     assert rows_RD.shape == (12, D)
     dist.destroy_process_group()

@@ -11,8 +11,14 @@ NUM_SEQUENCES, NUM_EXPERTS, LENGTH = 3, 4, 24
 def test_context_parallel_ranks_hold_first_and_last_piece():
     shards = SequenceShards.of(4, tensor_size=1, context_size=2)
     assert shards.chunks_NK == (
-        (SequenceChunk(position=0, offset=0, length=2), SequenceChunk(position=6, offset=2, length=2)),
-        (SequenceChunk(position=2, offset=0, length=2), SequenceChunk(position=4, offset=2, length=2)),
+        (
+            SequenceChunk(position=0, offset=0, length=2),
+            SequenceChunk(position=6, offset=2, length=2),
+        ),
+        (
+            SequenceChunk(position=2, offset=0, length=2),
+            SequenceChunk(position=4, offset=2, length=2),
+        ),
     )
     assert shards.positions(0).tolist() == [0, 1, 6, 7]
 

@@ -44,7 +44,11 @@ def own_names() -> set[str]:
                 own.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 own.add(node.target.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node):
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and is_self(node)
+            ):
                 own.add(node.attr)
     return own
 
@@ -109,9 +113,10 @@ def names_read_from_modules() -> Iterator[tuple[str, str]]:
             for alias in node.names:
                 modules[alias.name] = f"{node.module}.{alias.name}"
     for node in ast.walk(parsed):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
-            if is_private(node.attr):
-                yield modules[ast.unparse(node.value)], node.attr
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = modules.get(ast.unparse(node.value))
+            if owner is not None:
+                yield owner, node.attr
 
 
 def test_every_name_exists():
