@@ -9,14 +9,14 @@ The padded vocabulary is that of :mod:`megatron_switch.models.vocabulary`.
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_switch.architecture.parameters import GPTShape, T5Shape
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.train_flags import flag_names, suggestion
+from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.workload import Capacity
-from megatron_switch.utils.json_file import JsonFile
+from megatron_switch.utils.fields import Fields
 
 _FOLDER = Path(__file__).parent / "presets"
 _ROWS_FACTOR = 8  # as in training: the vocabulary is padded to a multiple of 128 x 8
@@ -47,70 +47,14 @@ def read_model(name: str) -> dict[str, object]:
             f"--model names a model or a JSON file of flags, and {name} is neither. Models are "
             f"{', '.join(model_names())}. The pretrain flags themselves can stand after --."
         )
-    file = JsonFile.read(path, "model file")
+    file = Fields.read(path, "model file")
     flags: dict[str, object] = {}
     for key, value in file.values.items():
         name = key.lstrip("-").replace("_", "-")
         if name not in flag_names():
-            raise file.refuse(key, f"there is no flag --{name}.{suggestion(name)}")
+            raise file.error(key, f"there is no flag --{name}.{suggestion(name)}")
         flags[name] = value
     return flags
-
-
-@dataclass(frozen=True)
-class FlagValues:
-    """Typed access to flags.
-
-    Attributes:
-        flags: The flags.
-    """
-
-    flags: Flags
-
-    def whole(self, name: str, default: int | None = None) -> int | None:
-        """Return a whole number, or ``default`` where the flag is absent.
-
-        Raises:
-            ConfigError: If the value is none, or not above 0.
-        """
-        value = self.flags.get(name)
-        if value is None:
-            return default
-        text = str(value)
-        if isinstance(value, bool) or not text.isdigit() or int(text) < 1:
-            raise ConfigError(f"--{name} takes a whole number above 0, got {value}.")
-        return int(text)
-
-    def needed(self, name: str) -> int:
-        """Return a whole number that has no default.
-
-        Raises:
-            ConfigError: If it is absent, or no whole number.
-        """
-        value = self.whole(name)
-        if value is None:
-            raise ConfigError(f"A model's size needs --{name}, which was not given.")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """Return a number.
-
-        Raises:
-            ConfigError: If the value is none.
-        """
-        value = self.flags.get(name, default)
-        try:
-            return float(str(value))
-        except ValueError:
-            raise ConfigError(f"--{name} takes a number, got {value}.") from None
-
-    def text(self, name: str, default: str) -> str:
-        """Return a value as text."""
-        return str(self.flags.get(name, default))
-
-    def on(self, name: str) -> bool:
-        """Return whether a flag without a value is given."""
-        return self.flags.get(name, False) is not False
 
 
 def shape_of(flags: Flags, *, padded: bool = True) -> GPTShape:
@@ -124,28 +68,27 @@ def shape_of(flags: Flags, *, padded: bool = True) -> GPTShape:
         ConfigError: If a flag that decides the size is missing or no number.
     """
     values = FlagValues(flags)
-    hidden = values.needed("hidden-size")
-    experts = values.whole("num-experts", 0) or 0
-    layers = values.needed("num-layers")
+    hidden = values.integer("hidden-size")
+    experts = values.integer("num-experts", 0)
+    layers = values.integer("num-layers")
     activation = values.text("switch-activation", "auto")
     gated = values.on("swiglu") or activation.startswith("gated")
     default_width = int(4 * hidden * 2 / 3 / 64) * 64 if values.on("swiglu") else 4 * hidden
-    ffn = values.whole("ffn-hidden-size", default_width)
-    assert ffn is not None
+    ffn = values.integer("ffn-hidden-size", default_width)
     sparse = _sparse(values, "moe-layer-freq", layers) if experts else ()
     common: dict[str, object] = {
         "hidden_size": hidden,
-        "num_attention_heads": values.needed("num-attention-heads"),
-        "kv_channels": values.whole("kv-channels"),
+        "num_attention_heads": values.integer("num-attention-heads"),
+        "kv_channels": values.integer("kv-channels", None),
         "ffn_hidden_size": ffn,
-        "moe_ffn_hidden_size": values.whole("moe-ffn-hidden-size"),
+        "moe_ffn_hidden_size": values.integer("moe-ffn-hidden-size", None),
         "num_experts": experts,
         "padded_vocab_size": _vocabulary(values, padded),
         "tied_head": not values.on("untie-embeddings-and-output-weights"),
         "gated": gated,
     }
     if values.text("switch-arch", "gpt") == "t5":
-        decoder = values.whole("decoder-num-layers", layers) or layers
+        decoder = values.integer("decoder-num-layers", layers)
         name = "switch-decoder-layer-freq"
         own = sparse if decoder == layers else _sparse(FlagValues({}), name, decoder)
         if name in flags:
@@ -163,9 +106,9 @@ def shape_of(flags: Flags, *, padded: bool = True) -> GPTShape:
         num_layers=layers,
         sparse_layers=sparse,
         num_query_groups=(
-            values.whole("num-query-groups", 1) if values.on("group-query-attention") else None
+            values.integer("num-query-groups", 1) if values.on("group-query-attention") else None
         ),
-        learned_positions=values.needed("max-position-embeddings") if learned else 0,
+        learned_positions=values.integer("max-position-embeddings") if learned else 0,
         linear_bias=not values.on("disable-bias-linear"),
         qkv_bias=values.on("add-qkv-bias"),
         norm="RMSNorm" if values.text("normalization", "LayerNorm") == "RMSNorm" else "LayerNorm",
@@ -187,10 +130,10 @@ def capacity_of(flags: Flags) -> Capacity:
         raise ConfigError(f"--switch-capacity-group is microbatch, sequence or ep, got {group}.")
     if rounding not in ("floor", "round", "ceil"):
         raise ConfigError(f"--switch-capacity-rounding is floor, round or ceil, got {rounding}.")
-    least = values.flags.get("switch-min-capacity", 4)
+    least = values.values.get("switch-min-capacity", 4)
     return Capacity(
         factor=values.number("moe-expert-capacity-factor", 1.25),
-        slots=values.whole("switch-capacity"),
+        slots=values.integer("switch-capacity", None),
         least=int(str(least)) if str(least).isdigit() else 4,
         rounding=rounding,  # type: ignore[arg-type]
         group=group,  # type: ignore[arg-type]
@@ -198,18 +141,18 @@ def capacity_of(flags: Flags) -> Capacity:
 
 
 def _vocabulary(values: FlagValues, padded: bool) -> int:
-    tokens = values.needed("vocab-size")
+    tokens = values.integer("vocab-size")
     if not padded:
         return tokens
-    multiple = (values.whole("make-vocab-size-divisible-by", 128) or 128) * _ROWS_FACTOR
+    multiple = values.integer("make-vocab-size-divisible-by", 128) * _ROWS_FACTOR
     return -(-tokens // multiple) * multiple
 
 
 def _sparse(values: FlagValues, name: str, num_layers: int) -> tuple[int, ...]:
     """Return the numbers, from 1, of the layers with experts: every second one by default."""
-    if name not in values.flags:
+    if name not in values.values:
         return tuple(range(2, num_layers + 1, 2)) or (1,)
-    given = values.flags[name]
+    given = values.values[name]
     pattern = given if isinstance(given, list) else _pattern(name, str(given))
     if pattern == 0:
         raise ConfigError(

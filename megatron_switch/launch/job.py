@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_switch.architecture.model_flags import FlagValues, read_model
+from megatron_switch.architecture.model_flags import read_model
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
+from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.model_rules import ModelShape
 from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
@@ -148,7 +149,7 @@ class Job:
     @cached_property
     def layout(self) -> Layout:
         """The layout that the flags say."""
-        sizes = {name: self.values.whole(flag.removeprefix("--")) for name, flag in FLAGS.items()}
+        sizes = {name: self.values.integer(flag[2:], None) for name, flag in FLAGS.items()}
         mapped = self.values.on("use-tp-pp-dp-mapping")
         etp, vp = sizes.pop("etp"), sizes.pop("vp")
         asked = Sizes(
@@ -164,14 +165,14 @@ class Job:
         """Return what the layout has to divide, as far as flags say it without Megatron."""
         values = self.values
         return ModelShape(
-            num_experts=values.whole("num-experts"),
-            num_attention_heads=values.whole("num-attention-heads"),
-            num_query_groups=values.whole("num-query-groups"),
-            seq_length=values.whole("seq-length"),
+            num_experts=values.integer("num-experts", None),
+            num_attention_heads=values.integer("num-attention-heads", None),
+            num_query_groups=values.integer("num-query-groups", None),
+            seq_length=values.integer("seq-length", None),
             sequence_parallel=values.on("sequence-parallel"),
-            micro_batch_size=values.whole("micro-batch-size"),
-            global_batch_size=values.whole("global-batch-size"),
-            chunk_group=values.whole("microbatch-group-size-per-virtual-pipeline-stage"),
+            micro_batch_size=values.integer("micro-batch-size", None),
+            global_batch_size=values.integer("global-batch-size", None),
+            chunk_group=values.integer("microbatch-group-size-per-virtual-pipeline-stage", None),
             capacity_group=values.text("switch-capacity-group", "microbatch"),
         )
 
@@ -184,13 +185,12 @@ class Job:
     def notes(self) -> list[str]:
         """What is likely to be an oversight."""
         found = []
-        if "save-interval" not in self.values.flags:
+        if not self.values.has("save-interval"):
             found.append(
                 "There is no --save-interval: the run saves before its time limit and at its end, "
                 "and a node that fails in between costs all of it."
             )
-        names = set(self.values.flags)
-        missing = [flags[0] for flags in _NEEDED if not names.intersection(flags)]
+        missing = [flags[0] for flags in _NEEDED if not any(map(self.values.has, flags))]
         if missing:
             found.append(
                 f"A training also needs {', '.join(f'--{name}' for name in missing)}: add them "

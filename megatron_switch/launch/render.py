@@ -62,7 +62,7 @@ def rehearsal_flags(job: Job) -> str | None:
     """
     values = job.values
     refused = any(values.on(flag) for flag in _NOT_REHEARSED) or job.layout.cp > 1
-    modules = values.flags.get("offload-modules", ())
+    modules = values.values.get("offload-modules", ())
     inside = _ENGINE_EXPERTS.intersection(modules if isinstance(modules, list) else [modules])
     dropless = values.number("moe-expert-capacity-factor", 1.25) < 0
     if refused or inside or dropless or values.text("switch-capacity-group", "") == "ep":

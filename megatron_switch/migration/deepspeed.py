@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_switch.errors import ConfigError
 from megatron_switch.migration.deepspeed_sections import SECTIONS, optional_count
 from megatron_switch.migration.translation import Translation
-from megatron_switch.utils.json_file import JsonFile
+from megatron_switch.utils.fields import Fields
 
 _NO_EQUAL: Mapping[str, str] = {
     "amp": "Apex's automatic precision; Megatron keeps fp32 masters itself. Use --bf16.",
@@ -71,7 +71,7 @@ def translate_config(path: Path, job: Job) -> Translation:
     Raises:
         ConfigError: If the file is malformed or contradicts itself; with line and key.
     """
-    file = JsonFile.read(path, "DeepSpeed file")
+    file = Fields.read(path, "DeepSpeed file")
     found = Translation()
     for key in file.values:
         reader = SECTIONS.get(key)
@@ -91,21 +91,21 @@ def translate_config(path: Path, job: Job) -> Translation:
     if not {"--bf16", "--fp16"} & found.flags.keys():
         found.note("precision", "Neither fp16 nor bf16 is on: the model trains in fp32.")
     if {"--bf16", "--fp16"} <= found.flags.keys():
-        raise file.refuse("fp16", "both fp16 and bf16 are enabled. Keep one.")
+        raise file.error("fp16", "both fp16 and bf16 are enabled. Keep one.")
     return found
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _read_batch(file: JsonFile, found: Translation, job: Job) -> None:
+def _read_batch(file: Fields, found: Translation, job: Job) -> None:
     whole, micro, steps = (optional_count(file, key) for key in _BATCH)
     replicas = None if job.world_size is None else job.world_size // job.model_parallel
     each = (micro or 1) * (steps or 1)
     if whole is not None and whole % each:
         parts = [] if micro is None else [f"{micro} a micro-batch"]
         parts += [] if steps is None else [f"{steps} accumulation steps"]
-        raise file.refuse(
+        raise file.error(
             "train_batch_size",
             f"{whole} is no multiple of {' x '.join(parts)}, on however many ranks. Change one of "
             "them.",
@@ -121,7 +121,7 @@ def _read_batch(file: JsonFile, found: Translation, job: Job) -> None:
     if micro is None and whole is not None and replicas is not None:
         share = (steps or 1) * replicas
         if whole % share:
-            raise file.refuse(
+            raise file.error(
                 "train_batch_size",
                 f"{whole} is no multiple of {steps or 1} accumulation steps x {replicas} data-"
                 "parallel ranks. Change one of them.",
@@ -129,7 +129,7 @@ def _read_batch(file: JsonFile, found: Translation, job: Job) -> None:
         micro = whole // share
     product = micro * steps * replicas if micro and steps and replicas else whole
     if whole != product:
-        raise file.refuse(
+        raise file.error(
             "train_batch_size",
             f"{whole} is not {micro} a micro-batch x {steps} accumulation steps x {replicas} "
             "data-parallel ranks. DeepSpeed refuses it too.",

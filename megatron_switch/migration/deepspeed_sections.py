@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_switch.migration.translation import Translation
-from megatron_switch.utils.json_file import JsonFile
+from megatron_switch.utils.fields import Fields
 
 _ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
 
 
-def _read_optimizer(file: JsonFile, found: Translation) -> None:
+def _read_optimizer(file: Fields, found: Translation) -> None:
     inner = file.inner("optimizer")
-    kind = inner.get("type", str)
+    kind = inner.text("type")
     if kind not in _ADAMS:
         found.note("optimizer.type", f"{kind} has no equal; flags below are for Adam.")
     found.set("--optimizer", "adam")
@@ -27,9 +27,9 @@ def _read_optimizer(file: JsonFile, found: Translation) -> None:
     if "weight_decay" not in parameters.values:
         found.set("--weight-decay", 0.0)
     if "betas" in parameters.values:
-        betas = parameters.get("betas", list)
-        if len(betas) != 2 or not all(type(beta) in (int, float) for beta in betas):
-            raise parameters.refuse("betas", f"expected two numbers, found {betas}.")
+        betas = parameters.values["betas"]
+        if not isinstance(betas, list) or [type(b) in (int, float) for b in betas] != [True, True]:
+            raise parameters.error("betas", f"expected two numbers, found {betas}.")
         found.set("--adam-beta1", float(betas[0]))
         found.set("--adam-beta2", float(betas[1]))
     else:
@@ -41,9 +41,9 @@ def _read_optimizer(file: JsonFile, found: Translation) -> None:
         found.note("optimizer.params.adam_w_mode", "Megatron decays weights, never gradients.")
 
 
-def _read_scheduler(file: JsonFile, found: Translation) -> None:
+def _read_scheduler(file: Fields, found: Translation) -> None:
     inner = file.inner("scheduler")
-    kind = inner.get("type", str)
+    kind = inner.text("type")
     styles = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if kind not in styles:
         found.note("scheduler.type", f"{kind} has no equal; see --lr-decay-style.")
@@ -61,13 +61,13 @@ def _read_scheduler(file: JsonFile, found: Translation) -> None:
             number = _number(parameters, key)
             if number is not None:
                 if number < 0:
-                    raise parameters.refuse(key, f"must be at least 0, found {number:g}.")
+                    raise parameters.error(key, f"must be at least 0, found {number:g}.")
                 found.set(pairs[key], int(number) if "steps" in key else number)
         else:
             found.note(f"scheduler.params.{key}", "Has no equal.")
 
 
-def _read_fp16(file: JsonFile, found: Translation) -> None:
+def _read_fp16(file: Fields, found: Translation) -> None:
     inner = file.inner("fp16")
     if not _is_on(inner, found, "fp16"):
         return
@@ -86,16 +86,16 @@ def _read_fp16(file: JsonFile, found: Translation) -> None:
             found.note(f"fp16.{key}", "Has no equal; weights have fp32 masters.")
 
 
-def _read_bf16(file: JsonFile, found: Translation) -> None:
+def _read_bf16(file: Fields, found: Translation) -> None:
     if _is_on(file.inner("bf16"), found, "bf16"):
         found.set("--bf16")
 
 
-def _read_zero(file: JsonFile, found: Translation) -> None:
+def _read_zero(file: Fields, found: Translation) -> None:
     inner = file.inner("zero_optimization")
-    stage = inner.get("stage", int, 0, least=0)
+    stage = inner.integer("stage", 0, least=0)
     if stage > 3:
-        raise inner.refuse("stage", f"ZeRO has stages 0 to 3, found {stage}.")
+        raise inner.error("stage", f"ZeRO has stages 0 to 3, found {stage}.")
     if stage >= 1:
         found.set("--use-distributed-optimizer")
     on_host = _read_offload(inner, found)
@@ -119,7 +119,7 @@ def _read_zero(file: JsonFile, found: Translation) -> None:
             "Stage 3 is Megatron-FSDP's optim_grads_params. With experts, expert parallelism and "
             "the distributed optimizer need far less communication: see 'megatron-switch plan'.",
         )
-    if stage and inner.get("overlap_comm", bool, stage == 3):
+    if stage and inner.flag("overlap_comm", stage == 3):
         found.set("--overlap-grad-reduce")
         found.set("--overlap-param-gather")
     if "reduce_bucket_size" in inner.values and stage in (1, 2):
@@ -147,14 +147,14 @@ def _set_fsdp(found: Translation, strategy: str) -> None:
     found.set("--ckpt-format", "fsdp_dtensor")
 
 
-def _read_offload(zero: JsonFile, found: Translation) -> bool:
+def _read_offload(zero: Fields, found: Translation) -> bool:
     """Translate what goes to the host; return whether the optimizer does."""
     on_host = False
     for key in ("offload_optimizer", "offload_param"):
         if key not in zero.values:
             continue
         inner = zero.inner(key)
-        device = inner.get("device", str, "cpu")
+        device = inner.text("device", "cpu")
         if device == "none":
             continue
         if key == "offload_param" or device != "cpu":
@@ -171,12 +171,12 @@ def _read_offload(zero: JsonFile, found: Translation) -> bool:
     return on_host
 
 
-def _read_clipping(file: JsonFile, found: Translation) -> None:
+def _read_clipping(file: Fields, found: Translation) -> None:
     value = _number(file, "gradient_clipping")
     found.set("--clip-grad", 0.0 if value is None else value)
 
 
-def _read_recompute(file: JsonFile, found: Translation) -> None:
+def _read_recompute(file: Fields, found: Translation) -> None:
     inner = file.inner("activation_checkpointing")
     found.set("--recompute-granularity", "full")
     found.set("--recompute-method", "uniform")
@@ -193,50 +193,48 @@ def _read_recompute(file: JsonFile, found: Translation) -> None:
             found.note(f"activation_checkpointing.{key}", "Has no equal.")
 
 
-def _read_log_interval(file: JsonFile, found: Translation) -> None:
+def _read_log_interval(file: Fields, found: Translation) -> None:
     found.set("--log-interval", optional_count(file, "steps_per_print") or 10)
 
 
-def _read_timers(file: JsonFile, found: Translation) -> None:
-    if file.get("wall_clock_breakdown", bool):
+def _read_timers(file: Fields, found: Translation) -> None:
+    if file.flag("wall_clock_breakdown"):
         found.set("--timing-log-level", 2)
 
 
-def _read_tensorboard(file: JsonFile, found: Translation) -> None:
+def _read_tensorboard(file: Fields, found: Translation) -> None:
     inner = file.inner("tensorboard")
     if _is_on(inner, found, "tensorboard"):
-        found.set(
-            "--tensorboard-dir", inner.get("output_path", str, "tensorboard") or "tensorboard"
-        )
+        found.set("--tensorboard-dir", inner.text("output_path", "tensorboard") or "tensorboard")
 
 
-def _read_wandb(file: JsonFile, found: Translation) -> None:
+def _read_wandb(file: Fields, found: Translation) -> None:
     inner = file.inner("wandb")
     if _is_on(inner, found, "wandb"):
-        found.set("--wandb-project", inner.get("project", str, "megatron-switch"))
+        found.set("--wandb-project", inner.text("project", "megatron-switch"))
 
 
-def _read_profiler(file: JsonFile, found: Translation) -> None:
+def _read_profiler(file: Fields, found: Translation) -> None:
     if _is_on(file.inner("flops_profiler"), found, "flops_profiler"):
         found.set("--log-throughput")
 
 
-def _read_data_types(file: JsonFile, found: Translation) -> None:
-    kind = file.inner("data_types").get("grad_accum_dtype", str, "fp32")
+def _read_data_types(file: Fields, found: Translation) -> None:
+    kind = file.inner("data_types").text("grad_accum_dtype", "fp32")
     if kind == "bf16":
         found.set("--grad-reduce-in-bf16")
     elif kind not in ("fp32", "auto"):
         found.note("data_types.grad_accum_dtype", f"{kind} has no equal; gradients sum in fp32.")
 
 
-def _read_tensor_parallel(file: JsonFile, found: Translation) -> None:
+def _read_tensor_parallel(file: Fields, found: Translation) -> None:
     found.set(
         "--tensor-model-parallel-size",
         optional_count(file.inner("tensor_parallel"), "autotp_size") or 1,
     )
 
 
-SECTIONS: dict[str, Callable[[JsonFile, Translation], None]] = {
+SECTIONS: dict[str, Callable[[Fields, Translation], None]] = {
     "optimizer": _read_optimizer,
     "scheduler": _read_scheduler,
     "fp16": _read_fp16,
@@ -256,21 +254,21 @@ SECTIONS: dict[str, Callable[[JsonFile, Translation], None]] = {
 """Readers by the name of the section, or of a value at the top of the file."""
 
 
-def _renamed(file: JsonFile, old: str, new: str) -> JsonFile:
-    return JsonFile(file.path, file.text, {new: file.values[old]})
+def _renamed(file: Fields, old: str, new: str) -> Fields:
+    return Fields({new: file.values[old]}, file.source)
 
 
-def _is_on(inner: JsonFile, found: Translation, name: str) -> bool:
+def _is_on(inner: Fields, found: Translation, name: str) -> bool:
     value: Any = inner.values.get("enabled", False)
     if value == "auto":
         found.note(
             f"{name}.enabled", "'auto' is filled in by Hugging Face's Trainer; taken as off."
         )
         return False
-    return bool(inner.get("enabled", bool, False))
+    return inner.flag("enabled", False)
 
 
-def _number(file: JsonFile, key: str) -> float | None:
+def _number(file: Fields, key: str) -> float | None:
     """Return a number, None where it is absent or ``auto``.
 
     Raises:
@@ -278,11 +276,10 @@ def _number(file: JsonFile, key: str) -> float | None:
     """
     if key not in file.values or file.values[key] == "auto":
         return None
-    number: float = file.get(key, float)
-    return number
+    return file.number(key)
 
 
-def optional_count(file: JsonFile, key: str) -> int | None:
+def optional_count(file: Fields, key: str) -> int | None:
     """Return a whole number above 0, None where it is absent or ``auto``.
 
     Raises:
@@ -290,5 +287,4 @@ def optional_count(file: JsonFile, key: str) -> int | None:
     """
     if key not in file.values or file.values[key] == "auto":
         return None
-    count: int = file.get(key, int, least=1)
-    return count
+    return file.integer(key)

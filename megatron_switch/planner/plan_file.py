@@ -13,7 +13,7 @@ from megatron_switch.planner.hardware.cluster import hardware_as_json
 from megatron_switch.planner.plan_flags import plan_flags
 from megatron_switch.planner.reasons import binding_constraint, spreads, warnings_of
 from megatron_switch.planner.search import Plan, Request
-from megatron_switch.utils.json_file import JsonFile
+from megatron_switch.utils.fields import Fields
 
 SCHEMA = "megatron-switch.plan/1"
 
@@ -114,23 +114,17 @@ def read_plan(path: Path, *, world_size: int | None = None, number: int = 1) -> 
         ConfigError: If the file is malformed; with line and key.
         LayoutError: If the plan is for another number of ranks.
     """
-    file = JsonFile.read(path, "plan file")
-    schema = file.get("schema", str)
+    file = Fields.read(path, "plan file")
+    schema = file.text("schema")
     if schema != SCHEMA:
-        raise file.refuse("schema", f"expected '{SCHEMA}', found '{schema}'.")
-    nodes = file.get("nodes", int, least=1)
-    gpus_per_node = file.get("gpus_per_node", int, least=1)
-    plans = file.get("plans", list)
+        raise file.error("schema", f"expected '{SCHEMA}', found '{schema}'.")
+    nodes = file.integer("nodes")
+    gpus_per_node = file.integer("gpus_per_node")
+    plans = file.objects("plans")
     if not 1 <= number <= len(plans):
-        raise file.refuse("plans", f"holds {len(plans)} plans, and number {number} was asked for.")
-    chosen = plans[number - 1]
-    if not isinstance(chosen, dict):
-        raise file.refuse("plans", f"expected objects, found {chosen!r}.")
-    plan = JsonFile(path, file.text, chosen, ("plans",))
-    flags = plan.get("flags", list)
-    if not all(isinstance(word, str) for word in flags):
-        raise plan.refuse("flags", "expected a list of texts.")
-    ranks = plan.inner("layout").get("world_size", int, least=1)
+        raise file.error("plans", f"holds {len(plans)} plans, and number {number} was asked for.")
+    plan = plans[number - 1]
+    ranks = plan.inner("layout").integer("world_size")
     if ranks != nodes * gpus_per_node:
         raise LayoutError(
             f"{plan.inner('layout').where('world_size')}: {ranks} ranks do not fill {nodes} nodes "
@@ -145,8 +139,8 @@ def read_plan(path: Path, *, world_size: int | None = None, number: int = 1) -> 
     return PlannedJob(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        flags=tuple(flags),
-        expert_nodes=experts.get("nodes", int, least=1),
-        expert_leaves=experts.get("leaves", int, least=1),
-        gpu=file.inner("hardware").get("name", str),
+        flags=tuple(plan.texts("flags")),
+        expert_nodes=experts.integer("nodes"),
+        expert_leaves=experts.integer("leaves"),
+        gpu=file.inner("hardware").text("name"),
     )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_switch.architecture.model_flags import (
-    FlagValues,
     capacity_of,
     read_model,
     shape_of,
@@ -13,6 +12,7 @@ from megatron_switch.architecture.parameters import GPTShape
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import argv_of, flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
+from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.sizes import FLAGS
 from megatron_switch.layout.workload import Dispatch, Training
 from megatron_switch.planner.plan_flags import PLANNED_FLAGS
@@ -79,16 +79,16 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
         argv=tuple(argv),
         fixed=_fixed(values),
         dispatches=_MODES[mode],
-        global_batch_size=values.whole("global-batch-size"),
+        global_batch_size=values.integer("global-batch-size", None),
     )
 
 
 def _training(values: FlagValues) -> Training:
     rope = values.text("position-embedding-type", "learned_absolute") == "rope"
     return Training(
-        seq_length=values.needed("seq-length"),
+        seq_length=values.integer("seq-length"),
         precision="fp16" if values.on("fp16") else "bf16",
-        capacity=capacity_of(values.flags),
+        capacity=capacity_of(values.values),
         transformer_engine=values.text("transformer-impl", "") == "transformer_engine",
         hidden_dropout=values.number("hidden-dropout", 0.1),
         rotary=rope or values.on("use-rotary-position-embeddings"),
@@ -97,6 +97,6 @@ def _training(values: FlagValues) -> Training:
 
 
 def _fixed(values: FlagValues) -> dict[str, int]:
-    found = {name: values.whole(flag.removeprefix("--")) for name, flag in FLAGS.items()}
-    found["micro_batch_size"] = values.whole("micro-batch-size")
+    found = {name: values.integer(flag.removeprefix("--"), None) for name, flag in FLAGS.items()}
+    found["micro_batch_size"] = values.integer("micro-batch-size", None)
     return {name: size for name, size in found.items() if size is not None}

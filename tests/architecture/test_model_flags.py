@@ -128,9 +128,9 @@ def test_patterns_are_megatrons(pattern, sparse):
         ({"moe-layer-freq": "[0,1]"}, r"has 2 entries for 4 layers"),
         ({"moe-layer-freq": 0}, r"--moe-layer-freq is a number N of at least 1.* got 0"),
         ({"moe-layer-freq": "[0,2]*2"}, r"with 1 or 0 whether it has experts"),
-        ({"hidden-size": "wide"}, r"--hidden-size takes a whole number above 0, got wide"),
-        ({"hidden-size": None}, r"A model's size needs --hidden-size"),
-        ({"vocab-size": None}, r"A model's size needs --vocab-size"),
+        ({"hidden-size": "wide"}, r"--hidden-size takes a whole number, 1 or more, got wide"),
+        ({"hidden-size": None}, r"model's size needs --hidden-size"),
+        ({"vocab-size": None}, r"model's size needs --vocab-size"),
     ],
 )
 def test_what_cannot_be_a_model(changes, message):
@@ -152,7 +152,10 @@ def test_a_t5_has_both_stacks():
     [
         ({"switch-capacity-group": "rank"}, r"--switch-capacity-group is .* got rank"),
         ({"switch-capacity-rounding": "up"}, r"--switch-capacity-rounding is .* got up"),
-        ({"moe-expert-capacity-factor": "x"}, r"--moe-expert-capacity-factor takes a number"),
+        (
+            {"moe-expert-capacity-factor": "x"},
+            r"--moe-expert-capacity-factor takes a finite number",
+        ),
     ],
 )
 def test_what_cannot_be_a_capacity(flags, message):

@@ -24,8 +24,8 @@ def test_the_layout_is_what_the_flags_say():
 
 def test_flags_of_a_named_model_count_and_those_given_win():
     named = job(flags=("--switch-model", "switch-base-128", "--num-experts", "32"))
-    assert named.values.whole("num-experts") == 32
-    assert named.values.whole("num-layers") == 12
+    assert named.values.integer("num-experts") == 32
+    assert named.values.integer("num-layers") == 12
 
 
 @pytest.mark.parametrize(

@@ -193,11 +193,15 @@ def test_what_adam_is_not(tmp_path):
     [
         ('{\n  "fp16": {\n}', Job(), r"DeepSpeed file .* is not JSON: line 3"),
         ({"train_batch_size": "64"}, Job(), r"line 2, key 'train_batch_size': expected a whole"),
-        ({"train_batch_size": 0}, Job(), r"key 'train_batch_size': must be at least 1, found 0"),
+        (
+            {"train_batch_size": 0},
+            Job(),
+            r"key 'train_batch_size': expected a whole number, 1 or more, found 0",
+        ),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": "big"}}},
             Job(),
-            r"line 5, key 'optimizer.params.lr': expected a number, found \"big\"",
+            r"line 5, key 'optimizer.params.lr': expected a finite number, found \"big\"",
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},

@@ -71,12 +71,16 @@ def test_a_plan_for_another_number_of_ranks(path):
         (lambda c: c.update(nodes="2"), ConfigError, r"line 3, key 'nodes': expected a whole num"),
         (lambda c: c.update(schema="x/1"), ConfigError, r"key 'schema': expected 'megatron-switch"),
         (lambda c: c.update(plans=[]), ConfigError, r"key 'plans': holds 0 plans, and number 1"),
-        (lambda c: c.update(plans=[7]), ConfigError, r"key 'plans': expected objects, found 7"),
-        (lambda c: c["plans"][0].pop("flags"), ConfigError, r"lacks the key 'flags' in 'plans'"),
+        (
+            lambda c: c.update(plans=[7]),
+            ConfigError,
+            r"key 'plans': expected a list of objects, found",
+        ),
+        (lambda c: c["plans"][0].pop("flags"), ConfigError, r"lacks the key 'flags' in 'plans.0'"),
         (
             lambda c: c["plans"][0].update(flags=["--a", 1]),
             ConfigError,
-            r"key 'plans.flags': expected a list of texts",
+            r"key 'plans.0.flags': expected a list of texts",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from megatron_switch.checkpoint.convert.gpt_names import (
     ExpertNames,
     GptShape,
 )
-from megatron_switch.checkpoint.formats.config_fields import ConfigFields
+from megatron_switch.checkpoint.formats.hf_folder import config_fields
 from megatron_switch.errors import CheckpointError
 
 SWITCH_GPT = "switch_gpt"
@@ -73,7 +73,7 @@ class _Reader:
         self._where = where
         self._layout = LAYOUTS[config["model_type"]]
         self._own = self._layout.model_type == SWITCH_GPT
-        self._fields = ConfigFields(config, where, self._layout.model_type)
+        self._fields = config_fields(config, where, self._layout.model_type)
 
     def model(self, multiple: int) -> GptModel:
         self._refuse_what_differs()
@@ -113,11 +113,11 @@ class _Reader:
             shape=shape,
             activation=fields.choice("hidden_act", _UNITS[gated]),
             normalization=normalization,
-            epsilon=fields.number("rms_norm_eps", positive=True),
+            epsilon=fields.number("rms_norm_eps", above=0),
             position=position,
             context=context,
             rotary_base=base,
-            rotary_percent=fields.number("partial_rotary_factor", 1.0, positive=True),
+            rotary_percent=fields.number("partial_rotary_factor", 1.0, above=0),
             llama3_factor=factor,
             routing=self._routing(),
         )
@@ -168,8 +168,8 @@ class _Reader:
         fields = self._fields
         depth = fields.integer("num_hidden_layers")
         if self._own:
-            return fields.layers("sparse_layers", depth)
-        dense = fields.layers("mlp_only_layers", depth)
+            return fields.indices("sparse_layers", depth)
+        dense = fields.indices("mlp_only_layers", depth)
         step = fields.integer("decoder_sparse_step", 1)
         return tuple(i for i in range(depth) if i not in dense and (i + 1) % step == 0)
 
@@ -179,8 +179,8 @@ class _Reader:
         name = "rope_scaling" if new is None or new == {} else "rope_parameters"
         fields = self._fields.inner(name)
         entry = self._config.get(name) or {}
-        base = self._fields.number("rope_theta", 10000.0, positive=True)
-        base = fields.number("rope_theta", base, positive=True)
+        base = self._fields.number("rope_theta", 10000.0, above=0)
+        base = fields.number("rope_theta", base, above=0)
         kind = entry.get("rope_type") or entry.get("type") or "default"
         if kind == "default":
             return base, None
@@ -190,7 +190,7 @@ class _Reader:
             "original_max_position_embeddings": 8192,
         }
         if kind == "llama3" and all(entry.get(name) == value for name, value in known.items()):
-            return base, fields.number("factor", positive=True)
+            return base, fields.number("factor", above=0)
         raise CheckpointError(
             f"{self._where}: positions are scaled as {kind} {entry}, but Megatron's GPT scales "
             "them only as Llama 3.1 does (low_freq_factor 1, high_freq_factor 4, "

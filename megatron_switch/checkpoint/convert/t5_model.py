@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_switch.checkpoint.convert.t5_names import EMBEDDING, HEAD, T5Shape
-from megatron_switch.checkpoint.formats.config_fields import ConfigFields
+from megatron_switch.checkpoint.formats.hf_folder import config_fields
 from megatron_switch.errors import CheckpointError
+from megatron_switch.utils.fields import Fields
 
 SWITCH = "switch_transformers"
 DENSE = "t5"
@@ -68,7 +69,7 @@ def t5_from_config(
         CheckpointError: It describes what Megatron's Switch-T5 cannot compute.
     """
 
-    fields = ConfigFields(config, where, str(config["model_type"]))
+    fields = config_fields(config, where, str(config["model_type"]))
     switch = config["model_type"] == SWITCH
     if config.get("router_bias"):
         raise CheckpointError(
@@ -100,17 +101,17 @@ def t5_from_config(
         decoder_sparse=sparse[1],
     )
     losses = {
-        flag: fields.number(name)
+        flag: fields.number(name, least=0)
         for flag, name in _LOSSES.items()
         if fields.has(name) and (config[name] or flag != _JITTER)
     }
     return T5Model(
         shape=shape,
-        epsilon=fields.number("layer_norm_epsilon", 1e-6, positive=True),
+        epsilon=fields.number("layer_norm_epsilon", 1e-6, above=0),
         max_distance=fields.integer("relative_attention_max_distance", 128),
         head=head,
         capacity=fields.integer("expert_capacity") if experts else None,
-        dropout=fields.fraction("dropout_rate", 0.1),
+        dropout=fields.number("dropout_rate", 0.1, least=0, below=1),
         losses=losses,
     )
 
@@ -274,7 +275,7 @@ def t5_config(model: T5Model, dtype: str) -> dict[str, Any]:
     }
 
 
-def _head(fields: ConfigFields, keys: Collection[str], *, switch: bool) -> tuple[bool, str]:
+def _head(fields: Fields, keys: Collection[str], *, switch: bool) -> tuple[bool, str]:
     """Return whether Megatron's head is tied, and the name of the head's tensor."""
     tied = fields.flag("tie_word_embeddings", True)
     scaled = tied if switch else fields.flag("scale_decoder_outputs", tied)
@@ -293,7 +294,7 @@ def _is_gated(config: Mapping[str, Any], where: str) -> bool:
     return False
 
 
-def _sparse(fields: ConfigFields, stack: str, depth: int) -> tuple[int, ...]:
+def _sparse(fields: Fields, stack: str, depth: int) -> tuple[int, ...]:
     """Return the sparse layers of a stack, as ``transformers`` finds them."""
     count = fields.integer(f"num_sparse_{stack}_layers", 3, least=0)
     step = depth // count if count else depth

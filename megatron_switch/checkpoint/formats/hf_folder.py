@@ -21,6 +21,7 @@ from megatron_switch.checkpoint.formats.safetensors_file import (
 )
 from megatron_switch.checkpoint.formats.tensor_source import Box, TensorInfo, listing
 from megatron_switch.errors import CheckpointError
+from megatron_switch.utils.fields import Fields, Source
 
 CONFIG = "config.json"
 _SAFETENSORS = "model.safetensors"
@@ -199,6 +200,23 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is expected to hold a JSON object, not {value!r:.40}.")
     return value
+
+
+def config_fields(config: Mapping[str, Any], where: str, model_type: str) -> Fields:
+    """Return the values of a configuration, of which ``null`` is as good as none.
+
+    A configuration is written by others, edited by hand and cut off by full disks.
+
+    Args:
+        config: Content of the file.
+        where: The file, for messages.
+        model_type: What the values are needed for, for messages.
+    """
+    advice = (
+        f"A {model_type} model needs it. Correct the file, or take the one that belongs to the "
+        "weights."
+    )
+    return Fields(config, Source(where, "", CheckpointError, advice, null_is_absent=True))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

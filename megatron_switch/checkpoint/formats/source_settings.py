@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_switch.checkpoint.formats.config_fields import ConfigFields
-from megatron_switch.checkpoint.formats.hf_folder import CONFIG, read_json, write_json
+from megatron_switch.checkpoint.formats.hf_folder import (
+    CONFIG,
+    config_fields,
+    read_json,
+    write_json,
+)
 from megatron_switch.checkpoint.formats.tokenizer_files import find_tokenizer
 
 FILE = "hugging_face.json"
@@ -77,7 +81,7 @@ def kept_settings(args: Namespace, where: Path) -> SourceSettings:
     if folder is None or not (folder / FILE).is_file():
         return NO_SETTINGS
     kept = read_json(folder / FILE)
-    fields = ConfigFields(kept, str(folder / FILE), "Hugging Face")
+    fields = config_fields(kept, str(folder / FILE), "Hugging Face")
     for name in ("token_ids", "generation_config"):
         fields.inner(name)
     rows = fields.integer("vocab_size")

@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from rich.console import Console
 
 from megatron_switch.architecture.model_flags import (
-    FlagValues,
     model_file,
     model_names,
     read_model,
@@ -25,6 +24,7 @@ from megatron_switch.architecture.model_flags import (
 from megatron_switch.commands.argument_types import count
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flags_of_argv, split_train_flags
+from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER
 
 _WIDE = 120
@@ -90,7 +90,7 @@ def model_words(name: str, world_size: int) -> list[str]:
         ConfigError: There is no such model.
     """
     values = FlagValues(read_model(name))
-    experts = values.whole("num-experts", 1) or 1
+    experts = values.integer("num-experts", 1)
     words = ["--switch-model", str(model_file(name)), "--bf16", "--micro-batch-size", "1"]
     words += ["--mock-data", "--tokenizer-type", "NullTokenizer"]
     words += ["--train-iters", "1000", "--lr", "1e-4", "--use-distributed-optimizer"]
@@ -142,7 +142,7 @@ def _ranks(options: Namespace, flags: Sequence[str]) -> list[int]:
         return list(dict.fromkeys(options.rank))
     values = FlagValues(flags_of_argv(flags))
     sizes = {
-        axis: values.whole(name, 1) or 1
+        axis: values.integer(name, 1)
         for axis, name in {
             "tp": "tensor-model-parallel-size",
             "cp": "context-parallel-size",

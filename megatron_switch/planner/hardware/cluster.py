@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.utils.json_file import JsonFile
+from megatron_switch.utils.fields import Fields
 
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -115,7 +115,7 @@ def load_hardware(name: str, *, gpus_per_node: int | None = None) -> Hardware:
                 f"--hardware names a preset or a JSON file, and {name} is neither. Presets are "
                 f"{', '.join(preset_names())}; a file has the keys of these."
             )
-    hardware = _from_file(JsonFile.read(path, "hardware file"), name)
+    hardware = _from_file(Fields.read(path, "hardware file"), name)
     return hardware if gpus_per_node is None else replace(hardware, gpus_per_node=gpus_per_node)
 
 
@@ -134,47 +134,40 @@ _COUNTS = ("gpus_per_node", "nodes_per_leaf", "numa_nodes")
 _AMOUNTS = ("memory_gb", "peak_tflops", "hbm_gb_s", "host_link_gb_s", "host_memory_gb")
 
 
-def _from_file(file: JsonFile, name: str) -> Hardware:
+def _from_file(file: Fields, name: str) -> Hardware:
     file.only([field.name for field in fields(Hardware) if field.name != "name"])
-    counts = {key: file.get(key, int, least=1) for key in _COUNTS}
+    counts = {key: file.integer(key) for key in _COUNTS}
     if counts["gpus_per_node"] > _MOST_GPUS:
-        raise file.refuse("gpus_per_node", f"is at most {_MOST_GPUS}, the GPUs of a fast link.")
-    amounts: dict[str, Any] = {key: _positive(file, key) for key in _AMOUNTS}
-    efficiency = _positive(file, "gemm_efficiency")
+        raise file.error("gpus_per_node", f"is at most {_MOST_GPUS}, the GPUs of a fast link.")
+    amounts: dict[str, Any] = {key: file.number(key, above=0) for key in _AMOUNTS}
+    efficiency = file.number("gemm_efficiency", above=0)
     if efficiency > 1:
-        raise file.refuse(
+        raise file.error(
             "gemm_efficiency", f"is a share of the peak, at most 1, found {efficiency}."
         )
-    reserved = file.get("reserved_gb", float, least=0)
+    reserved = file.number("reserved_gb", least=0)
     if reserved >= amounts["memory_gb"]:
-        raise file.refuse("reserved_gb", f"leaves nothing of memory_gb {amounts['memory_gb']:g}.")
+        raise file.error("reserved_gb", f"leaves nothing of memory_gb {amounts['memory_gb']:g}.")
     return Hardware(
         name=name,
-        gpu=file.get("gpu", str),
+        gpu=file.text("gpu"),
         gemm_efficiency=efficiency,
         reserved_gb=reserved,
         node=_link(file.inner("node")),
         network=_link(file.inner("network")),
-        fitted=file.get("fitted", bool, False),
-        step_factor=file.get("step_factor", float, 1.0, least=0),
+        fitted=file.flag("fitted", False),
+        step_factor=file.number("step_factor", 1.0, least=0),
         **counts,
         **amounts,
     )
 
 
-def _link(file: JsonFile) -> Link:
+def _link(file: Fields) -> Link:
     file.only([field.name for field in fields(Link)])
     return Link(
-        ring_gb_s=_positive(file, "ring_gb_s"),
-        alltoall_gb_s=_positive(file, "alltoall_gb_s"),
-        ring_latency_us=file.get("ring_latency_us", float, least=0),
-        alltoall_latency_us=file.get("alltoall_latency_us", float, least=0),
-        peer_us=file.get("peer_us", float, least=0),
+        ring_gb_s=file.number("ring_gb_s", above=0),
+        alltoall_gb_s=file.number("alltoall_gb_s", above=0),
+        ring_latency_us=file.number("ring_latency_us", least=0),
+        alltoall_latency_us=file.number("alltoall_latency_us", least=0),
+        peer_us=file.number("peer_us", least=0),
     )
-
-
-def _positive(file: JsonFile, key: str) -> float:
-    value: float = file.get(key, float, least=0)
-    if value == 0:
-        raise file.refuse(key, "must be above 0.")
-    return value

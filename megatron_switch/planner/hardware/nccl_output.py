@@ -15,10 +15,9 @@ Where a test ran in several groups at once (``NCCL_TESTS_SPLIT``), a run is of o
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.utils.json_file import JsonFile
+from megatron_switch.utils.fields import Fields
 
 _NAMES = "alltoall|all_reduce|all_gather|reduce_scatter|sendrecv"
 _TEST = re.compile(rf"({_NAMES})_perf")
@@ -153,23 +152,23 @@ def _row(line: str, path: Path, number: int) -> Row:
 
 
 def _run_of_json(path: Path) -> Run:
-    file = JsonFile.read(path, "nccl-tests file")
-    words = file.get("args", list)
-    name = _TEST.search(str(words[0])) if words else None
+    file = Fields.read(path, "nccl-tests file")
+    argv = file.texts("args")
+    name = _TEST.search(argv[0]) if argv else None
     if name is None:
-        raise file.refuse("args", f"begins with the test, one of {_NAMES.replace('|', ', ')}_perf.")
+        raise file.error("args", f"begins with the test, one of {_NAMES.replace('|', ', ')}_perf.")
     config = file.inner("config")
-    ranks = config.get("nthreads", int, 1, least=1) * config.get("ngpus", int, 1, least=1)
+    ranks = config.integer("nthreads", 1) * config.integer("ngpus", 1)
     places = [
-        _Place(device.get("group", int, 0), device.get("hostname", str))
-        for device in _objects(config, "devices")
+        _Place(device.integer("group", 0, least=0), device.text("hostname"))
+        for device in config.objects("devices")
         for _ in range(ranks)
     ]
-    rows = [_row_of_json(row) for row in _objects(file, "results")]
+    rows = [_row_of_json(row) for row in file.objects("results")]
     if not places:
-        raise config.refuse("devices", "lists the ranks, and there is none.")
+        raise config.error("devices", "lists the ranks, and there is none.")
     if len(rows) < _LEAST_ROWS:
-        raise file.refuse(
+        raise file.error(
             "results",
             f"{len(rows)} sizes, and a latency and a bandwidth need two. Run the test over a "
             "range: -b 8K -e 1G -f 2.",
@@ -177,22 +176,8 @@ def _run_of_json(path: Path) -> Run:
     return _run(name[1], places, rows)
 
 
-def _objects(file: JsonFile, key: str) -> list[JsonFile]:
-    """Return the objects of a list, each knowing its place in the file."""
-    found: list[Any] = file.get(key, list)
-    for number, values in enumerate(found):
-        if not isinstance(values, dict):
-            raise file.refuse(key, f"entry {number} is no object.")
-    return [
-        JsonFile(file.path, file.text, values, (*file.trail, key, str(number)))
-        for number, values in enumerate(found)
-    ]
-
-
-def _row_of_json(row: JsonFile) -> Row:
+def _row_of_json(row: Fields) -> Row:
     measured = row.inner("out_of_place")
     key = "cpu_time" if "cpu_time" in measured.values else "time"
-    microseconds = measured.get(key, float)
-    if microseconds <= 0:
-        raise measured.refuse(key, f"a time must be above 0, found {microseconds:g}.")
-    return Row(row.get("size", int, least=1), microseconds)
+    microseconds = measured.number(key, above=0)
+    return Row(row.integer("size"), microseconds)

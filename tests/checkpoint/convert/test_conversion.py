@@ -260,7 +260,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(switch, tmp_path, change, m
         ({"encoder_sparse_step": 1}, r"lacks encoder.block.0.layer.1.mlp.experts"),
         ({"router_bias": True}, r"router_bias is true, but a Switch router has no bias"),
         ({"dense_act_fn": "silu"}, r"nonlinearity is silu"),
-        ({"d_model": None}, r"has no d_model"),
+        (
+            {"d_model": None},
+            r"lacks the key 'd_model', a whole number, 1 or more. A switch_t",
+        ),
         ({"model_type": "bert"}, r"of type 'bert', for which there is no name table"),
     ],
 )

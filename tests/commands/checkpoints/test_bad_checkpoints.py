@@ -99,20 +99,29 @@ def llama(tmp_path, monkeypatch) -> Path:
             ["q_proj.weight", "(32, 32)", "(30, 32)"],
         ),
         (settings(num_key_value_heads=4), [WEIGHTS, "k_proj.weight", "(16, 32)", "(32, 32)"]),
-        (settings(num_key_value_heads=3), ["num_key_value_heads is 3", "a divisor of its 4 heads"]),
+        (
+            settings(num_key_value_heads=3),
+            ["'num_key_value_heads': expected", "found 3", "a divisor of its 4 heads"],
+        ),
         (settings(num_hidden_layers=5), ["lacks model.layers.4."]),
         (settings(vocab_size=128), [WEIGHTS, "embed_tokens.weight", "(99, 32)", "(128, 32)"]),
         (settings(tie_word_embeddings=True), ["lm_head.weight differs from model.embed_tokens"]),
-        (settings(num_hidden_layers="4"), ["hf/config.json: num_hidden_layers is '4'", "whole"]),
-        (settings(vocab_size=[99]), ["hf/config.json: vocab_size is [99]", "1 or more"]),
-        (settings(hidden_size=0), ["hf/config.json: hidden_size is 0"]),
-        (settings(max_position_embeddings=-1), ["max_position_embeddings is -1"]),
-        (settings(rms_norm_eps="tiny"), ["rms_norm_eps is 'tiny'", "a number above 0"]),
-        (settings(tie_word_embeddings="no"), ["tie_word_embeddings is 'no'", "true or false"]),
-        (settings(rope_parameters=[1]), ["rope_parameters is [1]", "an object"]),
+        (settings(num_hidden_layers="4"), ["'num_hidden_layers': expected", 'found "4"', "whole"]),
+        (settings(vocab_size=[99]), ["'vocab_size': expected", "found [99]", "1 or more"]),
+        (settings(hidden_size=0), ["'hidden_size': expected", "found 0"]),
+        (settings(max_position_embeddings=-1), ["'max_position_embeddings': expected", "found -1"]),
+        (
+            settings(rms_norm_eps="tiny"),
+            ["'rms_norm_eps': expected", 'found "tiny"', "a finite number, above 0"],
+        ),
+        (
+            settings(tie_word_embeddings="no"),
+            ["'tie_word_embeddings': expected", 'found "no"', "true or false"],
+        ),
+        (settings(rope_parameters=[1]), ["'rope_parameters': expected", "found [1]", "an object"]),
         (
             settings(rope_parameters={"rope_theta": "x"}),
-            ["config.json, rope_parameters: rope_theta"],
+            ["config.json, key 'rope_parameters.rope_theta': expected"],
         ),
         (settings(model_type=["llama"]), ["config.json", "of type ['llama']"]),
         (settings(model_type="mamba"), ["config.json", "'mamba'", "switch_transformers"]),
@@ -193,18 +202,62 @@ def test_a_missing_iteration_names_the_flag(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model_type", "changes", "words"),
     [
-        ("qwen2_moe", {"num_experts": "four"}, ["num_experts is 'four'", "0 or more"]),
-        ("qwen2_moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step is 0", "1 or more"]),
-        ("qwen2_moe", {"mlp_only_layers": 1}, ["mlp_only_layers is 1", "layers from 0 to 3"]),
-        ("qwen2_moe", {"mlp_only_layers": [4]}, ["mlp_only_layers is [4]"]),
-        ("qwen2_moe", {"moe_intermediate_size": -1}, ["moe_intermediate_size is -1"]),
-        ("switch_transformers", {"num_experts": 0}, ["num_experts is 0", "1 or more"]),
-        ("switch_transformers", {"expert_capacity": "64"}, ["expert_capacity is '64'"]),
-        ("switch_transformers", {"encoder_sparse_step": [2]}, ["encoder_sparse_step is [2]"]),
-        ("switch_transformers", {"dropout_rate": 1.5}, ["dropout_rate is 1.5", "less than 1"]),
-        ("switch_transformers", {"layer_norm_epsilon": 0}, ["layer_norm_epsilon is 0"]),
-        ("switch_transformers", {"router_aux_loss_coef": "a"}, ["router_aux_loss_coef is 'a'"]),
-        ("switch_transformers", {"num_decoder_layers": 1.5}, ["num_decoder_layers is 1.5"]),
+        (
+            "qwen2_moe",
+            {"num_experts": "four"},
+            ["'num_experts': expected", 'found "four"', "0 or more"],
+        ),
+        (
+            "qwen2_moe",
+            {"decoder_sparse_step": 0},
+            ["'decoder_sparse_step': expected", "found 0", "1 or more"],
+        ),
+        (
+            "qwen2_moe",
+            {"mlp_only_layers": 1},
+            ["'mlp_only_layers': expected", "found 1", "numbers from 0 to 3"],
+        ),
+        ("qwen2_moe", {"mlp_only_layers": [4]}, ["'mlp_only_layers': expected", "found [4]"]),
+        (
+            "qwen2_moe",
+            {"moe_intermediate_size": -1},
+            ["'moe_intermediate_size': expected", "found -1"],
+        ),
+        (
+            "switch_transformers",
+            {"num_experts": 0},
+            ["'num_experts': expected", "found 0", "1 or more"],
+        ),
+        (
+            "switch_transformers",
+            {"expert_capacity": "64"},
+            ["'expert_capacity': expected", 'found "64"'],
+        ),
+        (
+            "switch_transformers",
+            {"encoder_sparse_step": [2]},
+            ["'encoder_sparse_step': expected", "found [2]"],
+        ),
+        (
+            "switch_transformers",
+            {"dropout_rate": 1.5},
+            ["'dropout_rate': expected", "found 1.5", "below 1"],
+        ),
+        (
+            "switch_transformers",
+            {"layer_norm_epsilon": 0},
+            ["'layer_norm_epsilon': expected", "found 0"],
+        ),
+        (
+            "switch_transformers",
+            {"router_aux_loss_coef": "a"},
+            ["'router_aux_loss_coef': expected", 'found "a"'],
+        ),
+        (
+            "switch_transformers",
+            {"num_decoder_layers": 1.5},
+            ["'num_decoder_layers': expected", "found 1.5"],
+        ),
     ],
 )
 def test_settings_of_experts_are_held_to_the_format(
@@ -215,7 +268,7 @@ def test_settings_of_experts_are_held_to_the_format(
     settings(**changes)(Path("hf"))
     assert main(["convert", "hf-to-megatron", "--hf", "hf", "--megatron", "new"]) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert [word for word in ["hf/config.json: ", *words] if word not in message] == [], message
+    assert [word for word in ["hf/config.json, key ", *words] if word not in message] == [], message
     assert not Path("new").exists()
 
 

@@ -234,7 +234,7 @@ def test_fit_reads_measurements_and_writes_hardware(capsys, tmp_path):
         ("plan --model gpt-1.6t-128 --nodes 8", "fits in none of"),
         (f"plan -- {OWN} --tensor-model-parallel-size 3", "3 does not divide 8"),
         (f"plan -- {OWN} --switch-dispatch fast", "--switch-dispatch is auto, packed or padded"),
-        (f"plan -- {OWN} --hidden-dropout x", "--hidden-dropout takes a number, got x"),
+        (f"plan -- {OWN} --hidden-dropout x", "--hidden-dropout takes a finite number, got x"),
         (f"plan --global-batch-size 8 -- {OWN} --context-parallel-size 2", "Transformer Engine"),
     ],
 )

@@ -34,10 +34,22 @@ def test_neither_preset_nor_file():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"peak_tflops": 312', '"peak_tflops": "312"', r"key 'peak_tflops': expected a number"),
+        (
+            '"peak_tflops": 312',
+            '"peak_tflops": "312"',
+            r"key 'peak_tflops': expected a finite number",
+        ),
         ('"peak_tflops": 312', '"peak_tflop": 312', r"'peak_tflop'.*Did you mean 'peak_tflops'"),
-        ('"peak_tflops": 312', '"peak_tflops": 0', r"key 'peak_tflops': must be above 0"),
-        ('"peer_us": 1', '"peer_us": -1', r"key 'network.peer_us': must be at least 0, found -1"),
+        (
+            '"peak_tflops": 312',
+            '"peak_tflops": 0',
+            r"key 'peak_tflops': expected a finite number, above 0, found 0",
+        ),
+        (
+            '"peer_us": 1',
+            '"peer_us": -1',
+            r"key 'network.peer_us': expected a finite number, 0 or more, found -1",
+        ),
         ('"gpus_per_node": 8', '"gpus_per_node": 8.5', r"'gpus_per_node': expected a whole number"),
         ('"gpus_per_node": 8,', "", r"lacks the key 'gpus_per_node', a whole number"),
         ('"gemm_efficiency": 0.6', '"gemm_efficiency": 60', r"'gemm_efficiency'.*at most 1"),

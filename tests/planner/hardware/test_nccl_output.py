@@ -100,15 +100,19 @@ def _set(values, trail, new):
         (("config", "devices"), [], r"key 'config.devices': lists the ranks, and there is none"),
         (("config", "devices", 0, "hostname"), 7, r"'config.devices.0.hostname': expected a text"),
         (("results",), [{}], r"lacks the key 'time' in 'results.0.out_of_place'"),
-        (("results",), [5], r"key 'results': entry 0 is no object"),
+        (("results",), [5], r"key 'results': expected a list of objects, found"),
         (("results", 1, "size"), "8K", r"key 'results.1.size': expected a whole number"),
         (("results", 1, "out_of_place"), [], r"'results.1.out_of_place': expected an object"),
         (
             ("results", 1, "out_of_place", "time"),
             "nan",
-            r"key 'results.1.out_of_place.time': expected a number, found \"nan\"",
+            r"key 'results.1.out_of_place.time': expected a finite number, above 0, found \"nan\"",
         ),
-        (("results", 2, "out_of_place", "time"), 0.0, r"a time must be above 0, found 0"),
+        (
+            ("results", 2, "out_of_place", "time"),
+            0.0,
+            r"time': expected a finite number, above 0, found 0",
+        ),
     ],
 )
 def test_malformed_json_is_told_with_its_key(tmp_path, trail, new, message):
