@@ -17,7 +17,7 @@ then finds both initialised and skips them (``training/initialize.py``).
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.nodes import expert_node_groups
-from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER
+from megatron_switch.layout.sizes import DEFAULT_ORDER
 from megatron_switch.layout.spread import Spread, spread_of
 from megatron_switch.upstream.process_groups import (
     MEGATRON_GROUPS,
@@ -84,7 +84,17 @@ PRETRAIN_ARGUMENTS = {
     "sharp_enabled_group": "sharp_enabled_group",
 }
 """What Megatron's pretrain passes when it makes the groups itself: parameter -> args attribute.
-The order follows ``use_tp_pp_dp_mapping``, and the two embedding callables are pretrain's own."""
+The order is the layout's, and the two embedding callables are pretrain's own."""
+
+_PRETRAIN_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+"""Of these, the ones that a layout holds already."""
 
 _UNUSED_AXES: Mapping[str, tuple[int | None, ...]] = {
     "gtp_remat_size": (None, 1),
@@ -151,14 +161,7 @@ def initialize_model_parallel(
         LayoutError: If the sizes form no grid, or name an axis that this project does not know.
         UpstreamError: If a group of Megatron has other members than our grid says.
     """
-    global _state
-    if not dist.is_initialized():
-        raise ConfigError(
-            "Process groups need torch.distributed, which is not initialised. Call "
-            "torch.distributed.init_process_group first (torchrun or the launcher sets RANK and "
-            "WORLD_SIZE)."
-        )
-    _refuse_other_axes(megatron)
+    _require_torch_distributed()
     layout = Layout(
         dist.get_world_size(),
         tp=tensor_model_parallel_size,
@@ -169,63 +172,38 @@ def initialize_model_parallel(
         vp=virtual_pipeline_model_parallel_size,
         order=order,
     )
-    if mpu.model_parallel_is_initialized():
-        refuse_other_sizes(layout)
-    else:
-        mpu.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            order=layout.order,
-            **megatron,
-        )
-    check_groups(
-        layout, megatron.get("get_embedding_ranks"), megatron.get("get_position_embedding_ranks")
-    )
-    if _state is None or _state.layout != layout:
-        _state = _State(layout)
+    _build_and_check(layout, megatron)
     return layout
 
 
-def initialize_model_parallel_as_pretrain(
-    values: Mapping[str, Any],
-    *,
-    get_embedding_ranks: Callable[..., list[int]] | None = None,
-    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
-) -> Layout:
+def initialize_model_parallel_as_pretrain(layout: Layout, values: Mapping[str, Any]) -> None:
     """Build and check the groups exactly as ``megatron.training.pretrain`` would have.
 
     Nothing that a user set is lost when pretrain later skips this step: communicator options,
-    timeouts, gloo groups, high-priority streams, SHARP, rank order.
+    timeouts, gloo groups, high-priority streams, SHARP.
 
     Args:
+        layout: The layout of these arguments, checked.
         values: Megatron's validated arguments by name: ``vars(args)``.
-        get_embedding_ranks: As given to pretrain.
-        get_position_embedding_ranks: As given to pretrain.
-
-    Returns:
-        The layout that the groups form.
 
     Raises:
-        ConfigError: If a value that Megatron's pretrain reads is missing.
+        ConfigError: If a value that Megatron's pretrain reads is missing, or as in
+            :func:`initialize_model_parallel`.
         LayoutError: As in :func:`initialize_model_parallel`.
         UpstreamError: As in :func:`initialize_model_parallel`.
     """
-    missing = {"use_tp_pp_dp_mapping", *PRETRAIN_ARGUMENTS.values()} - values.keys()
+    _require_torch_distributed()
+    missing = set(PRETRAIN_ARGUMENTS.values()) - values.keys()
     if missing:
         raise ConfigError(
             "Process groups are built from Megatron's validated arguments, but "
             f"{', '.join(sorted(missing))} are missing. Pass vars(args) after validate_args."
         )
-    return initialize_model_parallel(
-        order=TP_PP_DP_ORDER if values["use_tp_pp_dp_mapping"] else DEFAULT_ORDER,
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
-        **{parameter: values[name] for parameter, name in PRETRAIN_ARGUMENTS.items()},
-    )
+    for parameter, size in _PRETRAIN_SIZES.items():
+        given = values[PRETRAIN_ARGUMENTS[parameter]] or 1
+        assert given == getattr(layout, size), f"{parameter} is {given}, not as in {layout}"
+    options = PRETRAIN_ARGUMENTS.keys() - _PRETRAIN_SIZES.keys()
+    _build_and_check(layout, {name: values[PRETRAIN_ARGUMENTS[name]] for name in options})
 
 
 def destroy_model_parallel() -> None:
@@ -341,6 +319,39 @@ def device_mesh(device_type: str | None = None) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=MESH_AXES)
 
 
+def _require_torch_distributed() -> None:
+    if not dist.is_initialized():
+        raise ConfigError(
+            "Process groups need torch.distributed, which is not initialised. Call "
+            "torch.distributed.init_process_group first (torchrun or the launcher sets RANK and "
+            "WORLD_SIZE)."
+        )
+
+
+def _build_and_check(layout: Layout, megatron: Mapping[str, Any]) -> None:
+    """Have Megatron build the groups of ``layout`` where there are none; then check them."""
+    global _state
+    _refuse_other_axes(megatron)
+    if mpu.model_parallel_is_initialized():
+        refuse_other_sizes(layout)
+    else:
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            order=layout.order,
+            **megatron,
+        )
+    check_groups(
+        layout, megatron.get("get_embedding_ranks"), megatron.get("get_position_embedding_ranks")
+    )
+    if _state is None or _state.layout != layout:
+        _state = _State(layout)
+
+
 def _require_state() -> _State:
     if _state is None or not mpu.model_parallel_is_initialized():
         raise ConfigError(
@@ -355,7 +366,7 @@ def _refuse_other_axes(megatron: Mapping[str, Any]) -> None:
         if megatron.get(name) not in unused:
             raise LayoutError(
                 f"Ranks form a dense and an expert grid over the whole job, but {name} is "
-                f"{megatron[name]}. Leave it away (the flags of the first two are "
+                f"{megatron[name]}. Omit it (the flags of the first two are "
                 "--tensor-parallel-num-weight-shards, --expert-tensor-parallel-num-weight-shards)."
             )
 

@@ -206,10 +206,13 @@ def _check_as_pretrain(rank):
         "use_gloo_process_groups": True,
         "high_priority_stream_groups": [],
         "sharp_enabled_group": None,
-        "use_tp_pp_dp_mapping": True,
     }
-    layout = parallel_state.initialize_model_parallel_as_pretrain(values)
-    assert layout == Layout(4, tp=2, pp=2, ep=2, etp=1, order=TP_PP_DP_ORDER)
+    layout = Layout(4, tp=2, pp=2, ep=2, etp=1, order=TP_PP_DP_ORDER)
+    parallel_state.initialize_model_parallel_as_pretrain(layout, values)
+    assert parallel_state.get_layout() is layout
+    assert dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()) == layout.group(
+        "pp", rank
+    )
     assert mpu.get_data_parallel_group_gloo() is not None
     timeout = parallel_state.get_process_group("tp")._get_backend(torch.device("cpu")).options
     assert timeout._timeout.total_seconds() == 180
@@ -217,12 +220,16 @@ def _check_as_pretrain(rank):
     parallel_state.destroy_model_parallel()
     del values["use_sharp"]
     with pytest.raises(ConfigError, match=r"validated arguments, but use_sharp are missing"):
-        parallel_state.initialize_model_parallel_as_pretrain(values)
+        parallel_state.initialize_model_parallel_as_pretrain(layout, values)
     with pytest.raises(LayoutError, match=r"gtp_remat_size is 2.*--tensor-parallel-num-weight"):
         parallel_state.initialize_model_parallel_as_pretrain(
-            {**values, "use_sharp": False, "gtp_weight_remat_size": 2}
+            layout, {**values, "use_sharp": False, "gtp_weight_remat_size": 2}
         )
-    with pytest.raises(LayoutError, match=r"local_world_size is 2\. Leave it away"):
+    with pytest.raises(AssertionError, match=r"context_parallel_size is 2, not as in Layout"):
+        parallel_state.initialize_model_parallel_as_pretrain(
+            layout, {**values, "use_sharp": False, "context_parallel_size": 2}
+        )
+    with pytest.raises(LayoutError, match=r"local_world_size is 2\. Omit it"):
         parallel_state.initialize_model_parallel(local_world_size=2)
 
 

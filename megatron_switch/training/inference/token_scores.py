@@ -29,6 +29,7 @@ from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
+from megatron_switch.layout.grid import Layout
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.arguments.stored_arguments import with_stored_model
@@ -64,7 +65,7 @@ def scores(
         if not drop:
             switch = replace(switch, capacity=None, eval_capacity_factor=-1.0)
         switch = resolve_dispatch(args, switch, "cpu")
-        with process_groups(args):
+        with process_groups(args, Layout(args.world_size)):
             try:
                 module = _build(args, switch)
                 load_weights(unwrap_model(module), found.folder, read_common_state(found.folder))

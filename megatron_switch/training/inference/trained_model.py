@@ -46,6 +46,7 @@ from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer, check_tok
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.flags.megatron_moe import check_megatron_flags
+from megatron_switch.layout.grid import Layout
 from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine, parse_command_line
@@ -157,8 +158,7 @@ def open_trained_model(
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(cuda_on_cpu())
-        opening.check()
-        stack.enter_context(process_groups(line.args))
+        stack.enter_context(process_groups(line.args, opening.check()))
         stack.callback(parallel_state.destroy_model_parallel)
         yield opening.model()
 
@@ -186,13 +186,13 @@ class _Opening:
         self._set_for_inference()
         self._switch = self._settings(drop=drop)
 
-    def check(self) -> None:
+    def check(self) -> Layout:
         """Let Megatron complete the arguments, and check all that needs no process group."""
         args, stored = self._args, self._state.get("args")
         if args.num_experts:
             check_megatron_flags(args)
         self._refuse_layouts()
-        check_layout(args, self._switch)
+        layout = check_layout(args, self._switch)
         validate(args)
         self._tokenizer = self._build_tokenizer()
         args.padded_vocab_size = padded_vocab_size(
@@ -203,6 +203,7 @@ class _Opening:
         )
         if stored is not None:
             check_model(stored, args)
+        return layout
 
     def model(self) -> TrainedModel:
         """Build and load, after :meth:`check` and inside of process groups."""

@@ -20,6 +20,7 @@ from megatron.training.global_vars import rebuild_tokenizer, set_global_variable
 
 from megatron_switch import parallel_state
 from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.layout.grid import Layout
 from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.upstream.private import HashStore, fake_store, install_signal_handler
 
@@ -80,13 +81,13 @@ def begin_megatron(args: Namespace) -> None:
 
 
 @contextmanager
-def process_groups(args: Namespace) -> Iterator[None]:
-    """Have ``torch.distributed`` and all groups for the length of a block.
+def process_groups(args: Namespace, layout: Layout) -> Iterator[None]:
+    """Have ``torch.distributed`` and all groups of ``layout`` for the length of a block.
 
     ``pretrain`` finds them and goes on. They are destroyed when the block ends or exits, but not
     when it fails: that could wait for ranks which are gone, and the traceback with it.
     """
-    _build_process_groups(args)
+    _build_process_groups(args, layout)
     if args.exit_signal_handler:
         install_signal_handler(args.exit_signal)
     try:
@@ -97,7 +98,7 @@ def process_groups(args: Namespace) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def _build_process_groups(args: Namespace) -> None:
+def _build_process_groups(args: Namespace, layout: Layout) -> None:
     if not torch.distributed.is_initialized():
         torch.cuda.set_device(args.local_rank)
         torch.distributed.init_process_group(
@@ -108,7 +109,7 @@ def _build_process_groups(args: Namespace) -> None:
             store=_store(args),
         )
     if not mpu.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel_as_pretrain(vars(args))
+        parallel_state.initialize_model_parallel_as_pretrain(layout, vars(args))
 
 
 def _store(args: Namespace) -> Any:

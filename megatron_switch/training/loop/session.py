@@ -169,7 +169,7 @@ class _Run:
                 if args.rank == 0:
                     self._take_places()
             self._announce(console, layout)
-            with process_groups(args), self._stage():
+            with process_groups(args, layout), self._stage():
                 # The first rank has found nothing to refuse, or it would not have come here.
                 console.commit_log()
                 open_log_writers(args)

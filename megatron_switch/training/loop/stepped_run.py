@@ -211,13 +211,13 @@ def stepped_run(
     args = line.args
     switch = resolve_dispatch(args, SwitchConfig.from_args(args), device)
     check_before_megatron(line, switch, device)
-    check_layout(args, switch)
+    layout = check_layout(args, switch)
     with redirect_stdout(io.StringIO()):  # Megatron tells every step of its start
         validate(args)
         hooks.arguments(args)
         begin_megatron(args)
         config = _observed(model_config(args, switch), hooks)
-        parallel_state.initialize_model_parallel_as_pretrain(vars(args))
+        parallel_state.initialize_model_parallel_as_pretrain(layout, vars(args))
         megatron.initialize_megatron()
         model, optimizer, scheduler = megatron.setup_model_and_optimizer(
             ModelType.encoder_or_decoder,

@@ -10,6 +10,7 @@ from typing import Literal
 
 import psutil
 import torch
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.config import SwitchConfig
@@ -96,11 +97,14 @@ def check_model_memory(
 
 
 def _virtual_stages(args: Namespace) -> int | None:
-    stages: int | None = args.num_virtual_stages_per_pipeline_rank
+    """Return the model chunks of a stage, as Megatron will count them."""
+    stages, pp = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        text = args.pipeline_model_parallel_layout
+        return int(PipelineParallelLayerLayout.get_num_stages_from_str(text)) // pp or None
     if stages is None and args.num_layers_per_virtual_pipeline_stage and args.num_layers:
-        stages = virtual_stages(
-            args.num_layers,
-            args.pipeline_model_parallel_size,
-            args.num_layers_per_virtual_pipeline_stage,
-        )
-    return stages
+        layers = args.num_layers
+        layers += args.account_for_embedding_in_pipeline_split
+        layers += args.account_for_loss_in_pipeline_split
+        return virtual_stages(layers, pp, args.num_layers_per_virtual_pipeline_stage)
+    return int(stages) if stages is not None else None

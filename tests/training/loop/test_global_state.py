@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_switch.errors import ConfigError
+from megatron_switch.layout.grid import Layout
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.loop import global_state
 from megatron_switch.training.loop.global_state import process_groups, training_seconds, validate
@@ -73,7 +74,7 @@ def test_queues_of_kernels_are_set_where_megatron_asks_for_one(
 def groups(monkeypatch):
     """Replace the making and the end of groups by entries in a list."""
     calls = []
-    monkeypatch.setattr(global_state, "_build_process_groups", lambda args: calls.append("built"))
+    monkeypatch.setattr(global_state, "_build_process_groups", lambda *_: calls.append("built"))
     monkeypatch.setattr(
         torch.distributed, "destroy_process_group", lambda: calls.append("destroyed")
     )
@@ -90,7 +91,7 @@ def groups(monkeypatch):
 )
 def test_groups_end_in_order_but_are_not_waited_for_after_an_error(groups, error, calls):
     def use():
-        with process_groups(SimpleNamespace(exit_signal_handler=False)):
+        with process_groups(SimpleNamespace(exit_signal_handler=False), Layout(1)):
             if error is not None:
                 raise error
 

@@ -7,6 +7,7 @@ import torch
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
+from megatron_switch.training.loop.global_state import validate
 from megatron_switch.training.preflight import layout as layout_module
 from megatron_switch.training.preflight.layout import check_layout, check_model_memory
 
@@ -34,6 +35,34 @@ def memory(monkeypatch):
 def grid(args, *, ranks=1, ep=1):
     args.world_size, args.expert_model_parallel_size = ranks, ep
     return check_layout(args, SwitchConfig.from_args(args))
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks"),
+    [
+        ({}, 1),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, 2),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, 2),
+        ({"num_layers_per_virtual_pipeline_stage": 2}, 1),
+        ({"pipeline_model_parallel_layout": "Et|t|t|tL"}, 2),
+        ({"pipeline_model_parallel_layout": "Ett|ttL"}, 1),
+        (
+            {
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            3,
+        ),
+    ],
+)
+def test_chunks_of_a_stage_are_counted_as_megatron_counts_them(args, flags, chunks):
+    vars(args).update({"pipeline_model_parallel_size": 2, **flags})
+    args.global_batch_size = 4 * args.micro_batch_size
+    assert grid(args, ranks=2).vp == chunks
+    args.rank, args.transformer_pipeline_model_parallel_size = 0, 2
+    validate(args)
+    assert (args.virtual_pipeline_model_parallel_size or 1) == chunks
 
 
 def check(args, *, ranks_here=1, device="cpu", ep=1):
