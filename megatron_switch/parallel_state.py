@@ -28,9 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.nodes import expert_node_groups
+from megatron_switch.layout.nodes import (
+    GroupSpread,
+    NodeExpertGroups,
+    expert_node_groups,
+    spread_of,
+)
 from megatron_switch.layout.sizes import DEFAULT_ORDER
-from megatron_switch.layout.spread import Spread, spread_of
 from megatron_switch.upstream.process_groups import (
     MEGATRON_GROUPS,
     check_groups,
@@ -106,22 +110,9 @@ _UNUSED_AXES: Mapping[str, tuple[int | None, ...]] = {
 
 
 @dataclass(frozen=True)
-class NodeExpertGroups:
-    """This rank's two cuts of its expert-parallel group; their product is that group.
-
-    Attributes:
-        inside: Ranks of the expert-parallel group on this rank's node.
-        across: One rank of the expert-parallel group on each of its nodes.
-    """
-
-    inside: dist.ProcessGroup
-    across: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
 class _State:
     layout: Layout
-    node_groups: dict[int, NodeExpertGroups] = field(default_factory=dict)
+    node_groups: dict[int, NodeExpertGroups[dist.ProcessGroup]] = field(default_factory=dict)
 
 
 _state: _State | None = None
@@ -249,7 +240,9 @@ def get_local_experts(num_experts: int) -> range:
     return get_layout().experts_of(dist.get_rank(), num_experts)
 
 
-def get_node_expert_groups(ranks_per_node: int | None = None) -> NodeExpertGroups:
+def get_node_expert_groups(
+    ranks_per_node: int | None = None,
+) -> NodeExpertGroups[dist.ProcessGroup]:
     """Return this rank's expert groups inside its node and across nodes; build them once.
 
     The first call is collective: every rank must make it, in the same order among other calls
@@ -275,7 +268,7 @@ def get_node_expert_groups(ranks_per_node: int | None = None) -> NodeExpertGroup
 
 def get_group_spread(
     name: str, *, ranks_per_node: int | None = None, nodes_per_leaf: int | None = None
-) -> Spread:
+) -> GroupSpread:
     """Return over how many nodes, and leaf switches, this rank's group is spread.
 
     Args:
@@ -289,7 +282,7 @@ def get_group_spread(
     """
     ranks = get_layout().group(name, dist.get_rank())
     per_node = _local_world_size() if ranks_per_node is None else ranks_per_node
-    return spread_of(ranks, per_node, nodes_per_leaf or dist.get_world_size())
+    return spread_of(ranks, per_node, nodes_per_leaf)
 
 
 def device_mesh(device_type: str | None = None) -> DeviceMesh:

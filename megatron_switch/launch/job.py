@@ -15,8 +15,8 @@ from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.model_rules import ModelShape
+from megatron_switch.layout.nodes import GroupSpread
 from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
-from megatron_switch.layout.spread import Spread
 from megatron_switch.layout.validation import validate_layout
 from megatron_switch.planner.hardware.cluster import Hardware
 from megatron_switch.planner.reasons import expert_spread
@@ -177,7 +177,7 @@ class Job:
         )
 
     @property
-    def experts(self) -> Spread:
+    def experts(self) -> GroupSpread:
         """Where the ranks of an expert group run, nodes in SLURM's order."""
         return expert_spread(self.layout, self.hardware)
 

@@ -1,20 +1,24 @@
-"""The rank table as text: which rank stands where, and which experts it holds.
+"""The rank table as text: the coordinates of each rank, and the experts that it holds.
 
-Start-up prints :func:`start_up_text`, the run folder keeps :func:`whole_table` and
-:func:`table_as_csv`. Everything here is a pure function from a layout to a string.
+Start-up prints :func:`start_up_text`, the run folder keeps :func:`table_as_csv`. Everything here
+is a pure function from a layout to a string.
 """
 
 import csv
 import io
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
 
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.nodes import node_of
-from megatron_switch.layout.spread import spread_of
+from megatron_switch.layout.nodes import node_of, spread_of
 
 _COLUMNS = ("rank", "node", "tp", "cp", "pp", "dp", "etp", "ep", "edp", "experts")
 _AXES = ("tp", "cp", "pp", "dp", "etp", "ep", "edp")
 _ROWS_AT_START = 8
 _MEMBERS_SHOWN = 8
+_WIDE = 200  # columns, so that no row is wrapped
 
 
 def start_up_text(
@@ -34,18 +38,11 @@ def start_up_text(
     """
     shown = min(_ROWS_AT_START, layout.world_size)
     rows = _rows(layout, num_experts, ranks_per_node, shown)
-    text = _aligned([list(_COLUMNS), *rows])
+    text = _table_text(_COLUMNS, rows)
     if shown < layout.world_size:
         text += f"\n... and {layout.world_size - shown} more ranks"
     axes = axis_summary(layout, ranks_per_node, nodes_per_leaf)
     return "\n\n".join((text, axes, describe_experts(layout, num_experts)))
-
-
-def whole_table(layout: Layout, *, num_experts: int | None, ranks_per_node: int) -> str:
-    """Return the table of all ranks, aligned for reading, with a line per axis below."""
-    rows = _rows(layout, num_experts, ranks_per_node, layout.world_size)
-    table = _aligned([list(_COLUMNS), *rows])
-    return f"{table}\n\n{axis_summary(layout, ranks_per_node)}\n"
 
 
 def table_as_csv(layout: Layout, *, num_experts: int | None, ranks_per_node: int) -> str:
@@ -60,16 +57,17 @@ def table_as_csv(layout: Layout, *, num_experts: int | None, ranks_per_node: int
 def axis_summary(layout: Layout, ranks_per_node: int, nodes_per_leaf: int | None = None) -> str:
     """Return a line per axis: its size, nodes (and leaves) spanned, members of its first group."""
     leaves = [] if nodes_per_leaf is None else ["leaves"]
-    rows = [["axis", "size", "groups", "nodes", *leaves, "first group"]]
+    columns = ["axis", "size", "groups", "nodes", *leaves, "first group"]
+    rows = []
     for axis in _AXES:
         groups = layout.groups(axis)
-        spreads = [spread_of(group, ranks_per_node, nodes_per_leaf or 1) for group in groups]
+        spreads = [spread_of(group, ranks_per_node, nodes_per_leaf) for group in groups]
         spans = [_range({spread.nodes for spread in spreads})]
         if nodes_per_leaf is not None:
             spans.append(_range({spread.leaves for spread in spreads}))
         size = str(len(groups[0]))
         rows.append([axis.upper(), size, str(len(groups)), *spans, _members(groups[0])])
-    return _aligned(rows)
+    return _table_text(columns, rows)
 
 
 def _range(counts: set[int]) -> str:
@@ -140,11 +138,15 @@ def _members(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:3]))}, ... {ranks[-1]}"
 
 
-def _aligned(rows: list[list[str]]) -> str:
-    """Return rows as columns; numbers to the right, the last column to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
+def _table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as text; numbers to the right, the last column to the left."""
+    table = Table(box=None, pad_edge=False)
+    for name in columns[:-1]:
+        table.add_column(name, justify="right")
+    table.add_column(columns[-1])
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        lines.append("  ".join([*cells, row[-1]]))
-    return "\n".join(lines)
+        table.add_row(*row)
+    console = Console(file=io.StringIO(), width=_WIDE)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

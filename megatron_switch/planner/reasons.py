@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.spread import Spread, group_spread, spread_of
+from megatron_switch.layout.nodes import GroupSpread, group_spread, spread_of
 from megatron_switch.planner.hardware.cluster import Hardware
 from megatron_switch.planner.search import Plan, Request
 
@@ -86,7 +86,7 @@ def binding_constraint(plan: Plan, hardware: Hardware) -> str:
     return f"{cause}, {causes[cause] / step:.0%} of the step"
 
 
-def expert_spread(layout: Layout, hardware: Hardware) -> Spread:
+def expert_spread(layout: Layout, hardware: Hardware) -> GroupSpread:
     """Return where the group runs in which tokens travel to experts."""
     return group_spread(layout, ("etp", "ep"), hardware.gpus_per_node, hardware.nodes_per_leaf)
 
@@ -135,7 +135,7 @@ def warnings_of(plan: Plan, request: Request) -> list[str]:
     return found
 
 
-def spreads(layout: Layout, hardware: Hardware) -> dict[str, Spread]:
+def spreads(layout: Layout, hardware: Hardware) -> dict[str, GroupSpread]:
     """Return for each kind of group where it runs, rank 0's for all."""
     kinds: dict[str, Sequence[str]] = {
         "TP": ("tp",),

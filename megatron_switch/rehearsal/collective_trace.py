@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_switch.layout.nodes import nodes_spanned
+from megatron_switch.layout.nodes import spread_of
 from megatron_switch.upstream.process_groups import MEGATRON_GROUPS
 
 _OPS = torch.ops.c10d
@@ -127,7 +127,7 @@ def table(calls: Sequence[Call], ranks_per_node: int) -> list[Row]:
             kind,
             group,
             len(members),
-            nodes_spanned(list(members), ranks_per_node),
+            spread_of(members, ranks_per_node).nodes,
             counts[kind, group, members],
             sums[kind, group, members],
         )

@@ -1,15 +1,34 @@
-"""Expert groups cut at the edges of nodes."""
+"""Over how many nodes groups are spread, and expert groups cut at the edges of nodes."""
 
 import pytest
 
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.nodes import expert_node_groups, node_of, nodes_spanned
+from megatron_switch.layout.nodes import expert_node_groups, group_spread, node_of, spread_of
 
 
 def test_ranks_fill_nodes_one_after_another():
     assert [node_of(rank, 4) for rank in range(9)] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
-    assert nodes_spanned([0, 3, 4, 7], 4) == 2
+    assert spread_of([0, 3, 4, 7], 4).nodes == 2
+
+
+def test_without_nodes_of_a_leaf_all_nodes_are_under_one():
+    assert spread_of(range(32), 4).leaves == 1
+    assert spread_of(range(32), 4, 3).leaves == 3
+
+
+def test_spreads_are_those_of_the_groups_themselves():
+    layout = Layout(96, tp=2, ep=8, etp=2, pp=3)
+    for axes, name in ((("tp",), "tp"), (("etp", "ep"), "etp_ep"), (("dp", "cp"), "dp_cp")):
+        direct = spread_of(layout.group(name, 0), 8, 2)
+        assert group_spread(layout, axes, 8, 2) == direct
+    spread = group_spread(layout, ("etp", "ep"), 8, 2)
+    assert (spread.members, spread.per_node, spread.nodes, spread.leaves) == (16, 8, 2, 1)
+    # With whole experts beside tensor-parallel pairs, the eight ranks of a group are neighbours.
+    near = group_spread(Layout(96, tp=2, ep=8, etp=1), ("ep",), 8, 2)
+    assert near.nodes == 1
+    far = group_spread(layout, ("pp",), 8, 2)
+    assert (far.nodes, far.leaves) == (3, 3)
 
 
 def test_an_expert_group_over_two_nodes_is_cut_into_rows_and_columns():

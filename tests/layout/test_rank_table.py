@@ -11,7 +11,6 @@ from megatron_switch.layout.rank_table import (
     describe_experts,
     start_up_text,
     table_as_csv,
-    whole_table,
 )
 
 
@@ -93,13 +92,6 @@ def test_an_axis_whose_groups_span_different_numbers_of_nodes_says_so():
 def test_a_long_group_is_shortened():
     line = axis_summary(Layout(64, ep=64), ranks_per_node=8).splitlines()[6]
     assert line.split("  ")[-1] == "ranks 0, 1, 2, ... 63"
-
-
-def test_the_whole_table_has_a_row_for_every_rank():
-    layout = Layout(32, tp=4, ep=4)
-    text = whole_table(layout, num_experts=16, ranks_per_node=8)
-    assert [int(line.split()[0]) for line in text.splitlines()[1:33]] == list(range(32))
-    assert axis_summary(layout, 8) in text
 
 
 def test_the_csv_reads_back_as_the_layout():

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from megatron_switch.architecture.parameters import GPTShape, T5Shape, stage_parameters
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.spread import Spread, group_spread
+from megatron_switch.layout.nodes import GroupSpread, group_spread
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.cost.activations import (
     layers_of_stage,
@@ -53,7 +53,7 @@ class Transfer:
     inside: float
     across: float
     seconds: float
-    spread: Spread
+    spread: GroupSpread
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class AllToAll:
     two_level: float
 
 
-def all_to_all(payload: float, spread: Spread, hardware: Hardware) -> AllToAll:
+def all_to_all(payload: float, spread: GroupSpread, hardware: Hardware) -> AllToAll:
     """Return bytes and time of one all-to-all of ``payload`` bytes a rank."""
     members, local = spread.members, spread.per_node
     inside = payload * (local - 1) / members
@@ -107,7 +107,7 @@ def key_value_width(model: GPTShape) -> int:
     return 2 * head * (model.num_query_groups or model.num_attention_heads)
 
 
-def ring_seconds(num_bytes: float, calls: int, spread: Spread, hardware: Hardware) -> float:
+def ring_seconds(num_bytes: float, calls: int, spread: GroupSpread, hardware: Hardware) -> float:
     """Return the time of ring collectives that send ``num_bytes`` a rank in all."""
     link = hardware.node if spread.nodes == 1 else hardware.network
     return num_bytes / (link.ring_gb_s * 1e9) + calls * link.ring_latency_us * 1e-6
@@ -141,7 +141,7 @@ class Traffic:
             self._layers += model.encoder_layers + model.num_layers  # cross attention is one more
         self._elements = training.width * model.hidden_size
 
-    def spread(self, *axes: str) -> Spread:
+    def spread(self, *axes: str) -> GroupSpread:
         """Return where the group of rank 0 along ``axes`` runs."""
         hardware = self._hardware
         return group_spread(self._layout, axes, hardware.gpus_per_node, hardware.nodes_per_leaf)
@@ -250,12 +250,12 @@ class Traffic:
             calls = 3 * self._micro_batches
         return self._ring(name, calls, parameters * element * (copies - 1) / copies / calls, spread)
 
-    def _ring(self, name: str, calls: int, one: float, spread: Spread) -> Transfer:
+    def _ring(self, name: str, calls: int, one: float, spread: GroupSpread) -> Transfer:
         seconds = ring_seconds(calls * one, calls, spread, self._hardware)
         sent = calls * one
         inside = sent if spread.nodes == 1 else 0.0
         return Transfer(name, calls, inside, sent - inside, seconds, spread)
 
 
-def _none(name: str, spread: Spread) -> Transfer:
+def _none(name: str, spread: GroupSpread) -> Transfer:
     return Transfer(name, 0, 0.0, 0.0, 0.0, spread)

@@ -3,8 +3,6 @@
 import pytest
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.spread import group_spread, spread_of
 from megatron_switch.planner.hardware.node_order import (
     expand_hosts,
     order_nodes,
@@ -81,17 +79,3 @@ def test_host_lists_keep_leading_zeros():
     assert expand_hosts("a[08-11]-x,b,c[1,3]", "here") == [
         "a08-x", "a09-x", "a10-x", "a11-x", "b", "c1", "c3",
     ]  # fmt: skip
-
-
-def test_spreads_are_those_of_the_groups_themselves():
-    layout = Layout(96, tp=2, ep=8, etp=2, pp=3)
-    for axes, name in ((("tp",), "tp"), (("etp", "ep"), "etp_ep"), (("dp", "cp"), "dp_cp")):
-        direct = spread_of(layout.group(name, 0), 8, 2)
-        assert group_spread(layout, axes, 8, 2) == direct
-    spread = group_spread(layout, ("etp", "ep"), 8, 2)
-    assert (spread.members, spread.per_node, spread.nodes, spread.leaves) == (16, 8, 2, 1)
-    # With whole experts beside tensor-parallel pairs, the eight ranks of a group are neighbours.
-    near = group_spread(Layout(96, tp=2, ep=8, etp=1), ("ep",), 8, 2)
-    assert near.nodes == 1
-    far = group_spread(layout, ("pp",), 8, 2)
-    assert (far.nodes, far.leaves) == (3, 3)
