@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_switch.commands.process_memory import PeakMemory
 from megatron_switch.data import prepare
 from megatron_switch.errors import ConfigError, SwitchError
+from megatron_switch.utils.progress import steps_bar
 from megatron_switch.utils.units import size_text
 
 NUM_RANKS = 4
@@ -191,16 +191,10 @@ def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> 
         soft_wrap=True,
     )
     started = time.monotonic()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
     with (
         log_path.open("w", encoding="utf-8") as log,
         subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
-        Progress(*columns, console=screen, disable=not screen.is_terminal) as progress,
+        steps_bar(screen) as progress,
     ):
         memory = PeakMemory(process.pid)
         task = progress.add_task("starting", total=iterations)

@@ -16,8 +16,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from megatron_switch import __version__
 from megatron_switch.data.corpus import Corpus, find_corpus, library_root
@@ -36,6 +35,7 @@ from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_switch.data.workers import write_shards
 from megatron_switch.data.workspace import Workspace
 from megatron_switch.errors import DataError
+from megatron_switch.utils.progress import bytes_bar
 
 __all__ = ["add_arguments", "prepare", "run"]
 
@@ -125,17 +125,8 @@ class _Job:
     def make(self) -> Prepared:
         """Do the work inside an opened workspace, and publish it."""
         shards = plan_shards(self.corpus.files)
-        console = Console(stderr=True)
-        bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            auto_refresh=False,  # no thread: worker processes are forked meanwhile
-        )
-        with bar:
+        # No thread that refreshes: worker processes are forked meanwhile.
+        with bytes_bar(auto_refresh=False) as bar:
             tokenizer = self._tokenizer(shards, bar)
             writer = ShardWriter(self.workspace.folder, tokenizer, self.settings.how)
             records = self._tokenise(writer, shards, bar)

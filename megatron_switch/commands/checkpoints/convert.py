@@ -42,7 +42,7 @@ from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
-from megatron_switch.utils.byte_progress import bytes_progress
+from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text
 
 _ASKER = Asker("--megatron", "--iteration", can_start_anew=False)

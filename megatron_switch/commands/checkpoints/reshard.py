@@ -23,7 +23,7 @@ from megatron_switch.layout.grid import Layout
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.training.preflight.layout import check_layout
-from megatron_switch.utils.byte_progress import bytes_progress
+from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text
 
 

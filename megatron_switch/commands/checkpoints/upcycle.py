@@ -45,7 +45,7 @@ from megatron_switch.commands.checkpoints.written_arguments import written_argum
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.models.gpt import switch_layer_pattern
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
-from megatron_switch.utils.byte_progress import bytes_progress
+from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text
 
 

@@ -43,7 +43,7 @@ from megatron_switch.training.logs.console import Console
 from megatron_switch.training.loop.batch import build_datasets
 from megatron_switch.training.loop.gpt_builder import sparse_layers
 from megatron_switch.training.preflight.data import check_token_files
-from megatron_switch.utils.step_progress import steps_progress
+from megatron_switch.utils.progress import steps_progress
 
 SCHEMA = "megatron-switch/capacity-sweep/1"
 

@@ -27,7 +27,7 @@ from megatron_switch.training.arguments.named_data import named_data
 from megatron_switch.training.inference.trained_model import TrainedModel, open_trained_model
 from megatron_switch.training.logs.console import Console
 from megatron_switch.training.loop.gpt_builder import sparse_layers
-from megatron_switch.utils.step_progress import steps_progress
+from megatron_switch.utils.progress import steps_progress
 
 
 def run(argv: Sequence[str]) -> int:

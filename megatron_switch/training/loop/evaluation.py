@@ -16,7 +16,7 @@ from megatron_switch.moe.metrics.routing_counts import RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker, console_text
 from megatron_switch.training.logs.metrics_file import StepWriter
 from megatron_switch.training.loop.batch import ForwardStep
-from megatron_switch.utils.step_progress import SpokenProgress
+from megatron_switch.utils.progress import PeriodicReport
 
 _SPLITS = ("validation", "test")
 _INTERVAL_S = 15.0
@@ -33,7 +33,7 @@ class EvaluationProgress:
 
     def __init__(self, args: Namespace, say: Callable[[str], None]) -> None:
         self._args = args
-        self._spoken = SpokenProgress("evaluation", say, interval_s=_INTERVAL_S)
+        self._report = PeriodicReport("evaluation", say, interval_s=_INTERVAL_S)
         self._micro_batches = 0
 
     def begin_micro_batch(self) -> None:
@@ -42,13 +42,13 @@ class EvaluationProgress:
         replicas = args.eval_micro_batch_size * args.data_parallel_size
         done = self._micro_batches // max(1, args.eval_global_batch_size // replicas)
         several = args.full_validation or args.multiple_validation_sets  # of lengths of their own
-        self._spoken.begin_step(done, None if several else args.eval_iters)
+        self._report.begin_step(done, None if several else args.eval_iters)
         self._micro_batches += 1
 
     def end(self) -> None:
         """Note that the evaluation is over."""
         self._micro_batches = 0
-        self._spoken.end()
+        self._report.end()
 
 
 class EvaluationReporter:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_switch.utils.step_progress import SpokenProgress, steps_progress
+from megatron_switch.utils.progress import PeriodicReport, bytes_progress, steps_progress
 
 
 class Terminal(io.StringIO):
@@ -44,6 +44,13 @@ def test_a_terminal_sees_how_far_it_is(on_terminal):
     assert "2/3" in terminal.getvalue()
 
 
+def test_bytes_have_binary_units(on_terminal):
+    terminal = on_terminal()
+    with bytes_progress("converting", 3 * 2**20) as on_bytes:
+        on_bytes(2**20)
+    assert "1.0/3.0 MiB" in terminal.getvalue()
+
+
 def test_of_several_ranks_one_shows_it(on_terminal):
     terminal = on_terminal()
     with steps_progress("evaluating", 3, shown=False) as advance:
@@ -66,13 +73,13 @@ def clock():
     return Clock()
 
 
-def spoken(clock, lines):
-    return SpokenProgress("evaluation", lines.append, interval_s=10.0, clock=clock)
+def report(clock, lines):
+    return PeriodicReport("evaluation", lines.append, interval_s=10.0, clock=clock)
 
 
-def test_a_long_stretch_is_told_now_and_then(clock):
+def test_long_work_gets_a_line_now_and_then(clock):
     lines: list[str] = []
-    progress = spoken(clock, lines)
+    progress = report(clock, lines)
     for done in range(10):
         progress.begin_step(done, 10)
         clock.now += 4.0
@@ -83,9 +90,9 @@ def test_a_long_stretch_is_told_now_and_then(clock):
     ]
 
 
-def test_a_short_stretch_is_silent_however_long_ago_the_last_one_was(clock):
+def test_short_work_gets_none_however_long_ago_the_last_one_was(clock):
     lines: list[str] = []
-    progress = spoken(clock, lines)
+    progress = report(clock, lines)
     for _ in range(5):
         for done in range(3):
             progress.begin_step(done, 3)
@@ -95,9 +102,9 @@ def test_a_short_stretch_is_silent_however_long_ago_the_last_one_was(clock):
     assert lines == []
 
 
-def test_where_nobody_knows_how_many_there_are_it_counts(clock):
+def test_steps_are_counted_where_their_number_is_unknown(clock):
     lines: list[str] = []
-    progress = spoken(clock, lines)
+    progress = report(clock, lines)
     for done in range(2):
         progress.begin_step(done, None)
         clock.now += 12.0
