@@ -14,9 +14,10 @@ from megatron_switch.checkpoint.convert.architectures import describe_import
 from megatron_switch.checkpoint.convert.conversion import NOT_WEIGHTS
 from megatron_switch.checkpoint.formats.dist_metadata import foreign_format, read_common_state
 from megatron_switch.checkpoint.formats.dist_reader import DistSource
+from megatron_switch.checkpoint.formats.foreign_formats import HUGGING_FACE
 from megatron_switch.checkpoint.formats.hf_folder import CONFIG, HuggingFaceSource, read_json
 from megatron_switch.checkpoint.formats.tensor_source import TensorInfo
-from megatron_switch.checkpoint.load.files import Asker, FoundCheckpoint, find_checkpoint
+from megatron_switch.checkpoint.load.files import FoundCheckpoint, LoadContext, find_checkpoint
 from megatron_switch.errors import CheckpointError
 from megatron_switch.utils.units import size_text
 
@@ -28,27 +29,6 @@ class Inspection:
     facts: dict[str, str]
     advice: str
     """What can be done with it."""
-
-
-_FOREIGN = {
-    "legacy": (
-        "mp_rank_*",
-        "Megatron's legacy format (--ckpt-format torch)",
-        "Its files are pickles of whole Python objects, which only Megatron itself should open: "
-        "load it with Megatron 0.19 on as many ranks as wrote it, and let that run convert it with "
-        "--ckpt-convert-format torch_dist --ckpt-convert-save DIR.",
-    ),
-    "deepspeed": (
-        "global_step*",
-        "Megatron-DeepSpeed's format",
-        "Turn it into Megatron's or Hugging Face's format with the tools of DeepSpeed "
-        "(ds_to_universal or its Hugging Face converter), and convert that here.",
-    ),
-}
-_FSDP = (
-    "Save it once more with --ckpt-format torch_dist, from a run without Megatron-FSDP or torch's "
-    "FSDP."
-)
 
 
 def inspect_folder(folder: Path) -> Inspection:
@@ -64,20 +44,17 @@ def inspect_folder(folder: Path) -> Inspection:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder.")
-    for pattern, name, advice in _FOREIGN.values():
-        hits = [*folder.glob(pattern), *folder.glob(f"iter_*/{pattern}")]
-        if hits:
-            return Inspection({"format": name, "found": str(min(hits))}, advice)
     for each in (folder, *sorted(folder.glob("iter_*"))):
-        if (foreign := foreign_format(each)) is not None:
-            return Inspection({"format": foreign, "found": str(each)}, _FSDP)
+        foreign = foreign_format(each)
+        if foreign is not None and foreign is not HUGGING_FACE:  # which is looked into below
+            return Inspection({"format": foreign.name, "found": str(each)}, foreign.advice)
     if (folder / CONFIG).is_file():
         return _hugging_face(folder)
     if (folder / "metadata.json").is_file():
         number = folder.name.removeprefix("iter_")
         iteration = int(number) if number.isdecimal() else 0
         return _megatron(FoundCheckpoint(folder, iteration))
-    return _megatron(find_checkpoint(folder, asker=Asker("inspect", can_start_anew=False)))
+    return _megatron(find_checkpoint(folder, context=LoadContext("inspect", can_start_anew=False)))
 
 
 def _hugging_face(folder: Path) -> Inspection:

@@ -21,6 +21,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from megatron_switch.checkpoint.formats.foreign_formats import (
+    PLAIN_TORCH,
+    ForeignFormat,
+    format_by_names,
+)
 from megatron_switch.errors import CheckpointError
 
 COMMON_STATE_KEY = "common_state/shard_0_1"
@@ -121,7 +126,7 @@ def find_defect(folder: Path) -> str | None:
         return f"{folder} does not exist."
     foreign = foreign_format(folder)
     if foreign is not None:
-        return f"it is in {foreign}."
+        return f"it is in {foreign.name}."
     try:
         backend = read_backend(folder)
         index = read_index(folder)
@@ -142,12 +147,12 @@ def find_defect(folder: Path) -> str | None:
     return None
 
 
-def foreign_format(folder: Path) -> str | None:
-    """Name the format of one iteration's folder where it is recognisably not ``torch_dist``."""
-    if any(folder.glob("mp_rank_*")):
-        return "Megatron's legacy format (mp_rank_* folders, --ckpt-format torch)"
-    if (folder / _DESCRIPTION).exists() or not (folder / _INDEX).exists():
+def foreign_format(folder: Path) -> ForeignFormat | None:
+    """Return the format of a folder where it is recognisably not ``torch_dist``."""
+    if (folder / _DESCRIPTION).exists():
         return None
+    if not (folder / _INDEX).exists():
+        return format_by_names(folder)
     try:
         keys = read_index(folder).state_dict_metadata
     except CheckpointError:
@@ -155,7 +160,7 @@ def foreign_format(folder: Path) -> str | None:
     # torch_dist keeps non-tensors as "name/shard_..." entries; the formats that hold
     # plain torch state dicts have them under their own names.
     if any(key.split(".")[0] in ("args", "checkpoint_version", "iteration") for key in keys):
-        return "a plain torch format (--ckpt-format torch_dcp or fsdp_dtensor)"
+        return PLAIN_TORCH
     return None
 
 

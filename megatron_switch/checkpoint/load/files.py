@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_switch.checkpoint.formats.dist_metadata import find_defect, foreign_format
+from megatron_switch.checkpoint.formats.foreign_formats import ForeignFormat
 from megatron_switch.errors import CheckpointError
 from megatron_switch.utils.atomic_file import renamed_into_place
 
@@ -45,15 +46,15 @@ class FoundCheckpoint:
 
 
 @dataclass(frozen=True)
-class Asker:
-    """Who wants a checkpoint, in the words of messages: a run, or a command that only reads."""
+class LoadContext:
+    """What messages say of the run or command that looks for a checkpoint."""
 
     folder_flag: str = "--load"
     iteration_flag: str = "--ckpt-step"
     can_start_anew: bool = True
     is_own_folder: bool = False
 
-    def correct(self) -> str:
+    def way_out(self) -> str:
         """Return the way out of a folder that holds no checkpoint."""
         if self.is_own_folder:
             return "Delete what is in it to start from new weights."
@@ -62,7 +63,7 @@ class Asker:
         return f"Correct {self.folder_flag}, or leave it out to start from new weights."
 
 
-RUN = Asker()
+RUN = LoadContext()
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -85,30 +86,30 @@ def checkpoint_folder(folder: Path) -> Path:
 
 
 def find_checkpoint(
-    folder: Path, *, iteration: int | None = None, asker: Asker = RUN
+    folder: Path, *, iteration: int | None = None, context: LoadContext = RUN
 ) -> FoundCheckpoint:
     """Return the checkpoint of ``folder`` that a run can continue from.
 
     Args:
         folder: What ``--load`` names: the folder with the tracker file.
         iteration: What ``--ckpt-step`` names. Given, it is this iteration or an error.
-        asker: Whose flags messages name.
+        context: Whose flags messages name.
 
     Raises:
         CheckpointError: The folder does not exist, holds no checkpoint, only incomplete ones,
             or one in a format that this program cannot load.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"The checkpoint folder {folder} does not exist. {asker.correct()}")
+        raise CheckpointError(f"The checkpoint folder {folder} does not exist. {context.way_out()}")
     if iteration is not None:
-        return _required(folder, iteration, asker.iteration_flag)
+        return _required(folder, iteration, context.iteration_flag)
     named, trouble = _read_tracker(folder / TRACKER)
     if named is not None:
         defect = find_defect(folder / named)
         if defect is None:
             return _found(folder / named)
         trouble = f"{folder / TRACKER} names {named}, which is not complete: {defect}"
-    return _newest_complete(folder, trouble, tried=named, asker=asker)
+    return _newest_complete(folder, trouble, tried=named, context=context)
 
 
 def write_tracker(folder: Path, found: FoundCheckpoint) -> None:
@@ -162,7 +163,7 @@ def _read_tracker(path: Path) -> tuple[str | None, str]:
 
 
 def _newest_complete(
-    folder: Path, trouble: str, *, tried: str | None, asker: Asker
+    folder: Path, trouble: str, *, tried: str | None, context: LoadContext
 ) -> FoundCheckpoint:
     """Return the newest complete checkpoint, or say what was found instead."""
     defects = {}
@@ -174,26 +175,26 @@ def _newest_complete(
         defects[name] = defect
     if (folder / "metadata.json").exists():
         raise CheckpointError(
-            f"{asker.folder_flag} names the folder of one iteration, {folder}. Give it the folder "
-            f"above, {folder.parent}, and the iteration to {asker.iteration_flag} if it is not the "
+            f"{context.folder_flag} names the folder of one iteration, {folder}. Give it the folder "
+            f"above, {folder.parent}, and the iteration to {context.iteration_flag} if it is not the "
             "newest one."
         )
     foreign = _foreign(folder)
     if foreign is not None:
         raise CheckpointError(
-            f"{folder} holds a checkpoint in {foreign}, but only Megatron's torch_dist format can "
-            f"be loaded. Convert it with the program that wrote it, or correct {asker.folder_flag}."
+            f"{folder} holds a checkpoint in {foreign.name}, but only Megatron's torch_dist format can "
+            f"be loaded. Convert it with the program that wrote it, or correct {context.folder_flag}."
         )
     if not defects and tried is None:
         raise CheckpointError(
             f"{folder} holds no checkpoint: {trouble} There is no iter_* folder either. "
-            f"{asker.correct()}"
+            f"{context.way_out()}"
         )
     listing = "".join(f"\n  {name}: {defect}" for name, defect in list(defects.items())[:5])
     raise CheckpointError(
         f"{folder} holds no complete checkpoint. {trouble}{listing}\n"
         "The run that saved them probably ended while saving, or a file was lost in a copy. "
-        f"{asker.correct()}"
+        f"{context.way_out()}"
     )
 
 
@@ -204,17 +205,11 @@ def _iterations(folder: Path) -> list[str]:
     return numbered + ([RELEASE] if (folder / RELEASE).is_dir() else [])
 
 
-def _foreign(folder: Path) -> str | None:
-    """Name the format of the checkpoint in ``folder`` where it is recognisably another one."""
-    if any(folder.glob("global_step*")):
-        return "DeepSpeed's format (global_step* folders)"
-    if any(folder.glob("mp_rank_*")):
-        return "Megatron's legacy format (mp_rank_* folders, --ckpt-format torch)"
-    if (folder / "config.json").exists() and any(
-        path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)
-    ):
-        return "Hugging Face's format (config.json and weight files)"
-    formats = (foreign_format(folder / name) for name in _iterations(folder))
+def _foreign(folder: Path) -> ForeignFormat | None:
+    """Return the format of the checkpoint in ``folder`` where it is recognisably another one."""
+    formats = (
+        foreign_format(each) for each in (folder, *(folder / name for name in _iterations(folder)))
+    )
     return next((found for found in formats if found is not None), None)
 
 

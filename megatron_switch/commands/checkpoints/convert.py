@@ -35,7 +35,7 @@ from megatron_switch.checkpoint.formats.source_settings import (
 )
 from megatron_switch.checkpoint.formats.tensor_source import listing
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags, write_tokenizer
-from megatron_switch.checkpoint.load.files import Asker, checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
 from megatron_switch.commands.checkpoints.parsers import convert_parser
 from megatron_switch.data.encoder_decoder import SpecialTokens
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
@@ -45,7 +45,7 @@ from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text
 
-_ASKER = Asker("--megatron", "--iteration", can_start_anew=False)
+_CONTEXT = LoadContext("--megatron", "--iteration", can_start_anew=False)
 
 
 @known_warnings_hidden()
@@ -188,7 +188,9 @@ def capacity_text(flags: dict[str, Any]) -> str:
 
 
 def _export(own: Namespace) -> None:
-    found = find_checkpoint(checkpoint_folder(own.megatron), iteration=own.iteration, asker=_ASKER)
+    found = find_checkpoint(
+        checkpoint_folder(own.megatron), iteration=own.iteration, context=_CONTEXT
+    )
     args = stored_args(found)
     if own.tokenizer_model:
         args.tokenizer_model = own.tokenizer_model
@@ -272,7 +274,7 @@ def _inspect(own: Namespace) -> None:
 
 
 def _verify(own: Namespace) -> None:
-    found = find_checkpoint(checkpoint_folder(own.megatron), asker=_ASKER)
+    found = find_checkpoint(checkpoint_folder(own.megatron), context=_CONTEXT)
     comparison = plan_comparison(own.hf, found)
     with bytes_progress("comparing", comparison.nbytes) as on_bytes:
         result = comparison.carry_out(on_bytes=on_bytes)

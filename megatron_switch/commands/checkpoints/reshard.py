@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
 
-from megatron_switch.checkpoint.load.files import Asker, checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
 from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
 from megatron_switch.checkpoint.reshard.resharding import (
     args_for,
@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     found = find_checkpoint(
         checkpoint_folder(own.load),
         iteration=own.iteration,
-        asker=Asker(iteration_flag="--iteration", can_start_anew=False),
+        context=LoadContext(iteration_flag="--iteration", can_start_anew=False),
     )
     state = read_state(found)
     placement = Placement(own.first, own.last, own.spelled)

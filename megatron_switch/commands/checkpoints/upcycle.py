@@ -39,7 +39,7 @@ from megatron_switch.checkpoint.formats.hf_folder import CONFIG, copy_tokenizer,
 from megatron_switch.checkpoint.formats.source_settings import TOKENIZER_FOLDER, keep_settings
 from megatron_switch.checkpoint.formats.tensor_source import Box
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags
-from megatron_switch.checkpoint.load.files import Asker, checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
 from megatron_switch.commands.checkpoints.parsers import upcycle_parser
 from megatron_switch.commands.checkpoints.written_arguments import written_arguments
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _from_megatron(own: Namespace) -> _Dense:
-    found = find_checkpoint(checkpoint_folder(own.load), asker=Asker(can_start_anew=False))
+    found = find_checkpoint(checkpoint_folder(own.load), context=LoadContext(can_start_anew=False))
     args = stored_args(found)
     weights, others, _ = open_weights(found, args)
     model: GptModel | T5Model

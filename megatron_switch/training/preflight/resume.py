@@ -21,7 +21,7 @@ from megatron.training import get_tokenizer
 
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.load.files import (
-    Asker,
+    LoadContext,
     find_checkpoint,
     has_checkpoint,
     write_tracker,
@@ -53,8 +53,8 @@ def find_finished(args: Namespace) -> Finished | None:
     if args.load is None or counts_anew or not has_checkpoint(Path(args.load)):
         return None
     is_own = args.load == args.save
-    asker = Asker(is_own_folder=is_own)
-    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, asker=asker)
+    context = LoadContext(is_own_folder=is_own)
+    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, context=context)
     state = read_common_state(found.folder)
     if found.is_release:  # weights to begin with
         return None
@@ -99,8 +99,8 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
     if args.load == args.save and not has_checkpoint(Path(args.load)):
         args.load = None
         return (f"{args.save} holds no checkpoint yet: training starts from new weights.",)
-    asker = Asker(is_own_folder=args.load == args.save)
-    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, asker=asker)
+    context = LoadContext(is_own_folder=args.load == args.save)
+    found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, context=context)
     state = read_common_state(found.folder)
     args.padded_vocab_size = padded_vocab_size(
         get_tokenizer().vocab_size,

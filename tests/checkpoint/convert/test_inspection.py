@@ -25,7 +25,7 @@ def test_foreign_formats_are_named(tmp_path, path, name, advice):
     assert advice in found.advice
 
 
-def test_fsdp_is_named(tmp_path):
+def test_a_checkpoint_of_fsdp_is_named(tmp_path):
     folder = save_checkpoint(tmp_path, 5, {"args.x": torch.ones(1)}, {})
     (folder / "metadata.json").unlink()
     found = inspect_folder(tmp_path)

@@ -17,6 +17,7 @@ from megatron_switch.checkpoint.formats.dist_metadata import (
     read_common_state,
     read_index,
 )
+from megatron_switch.checkpoint.formats.foreign_formats import LEGACY, PLAIN_TORCH
 from megatron_switch.errors import CheckpointError
 from megatron_switch.testing.checkpoints import save_checkpoint
 
@@ -133,14 +134,14 @@ def test_a_folder_that_is_not_there_is_a_defect(tmp_path):
 
 def test_legacy_checkpoints_are_recognised(tmp_path):
     (tmp_path / "mp_rank_00").mkdir()
-    assert "mp_rank_" in foreign_format(tmp_path)
+    assert foreign_format(tmp_path) is LEGACY
     assert "legacy format" in find_defect(tmp_path)
 
 
 def test_plain_torch_checkpoints_are_recognised(tmp_path):
     state = {"model": {"weight": torch.ones(2)}, "checkpoint_version": 3.0}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
-    assert "fsdp_dtensor" in foreign_format(tmp_path)
+    assert foreign_format(tmp_path) is PLAIN_TORCH
 
 
 def test_a_half_written_checkpoint_is_not_taken_for_a_foreign_one(checkpoint):
