@@ -29,7 +29,7 @@ DEEPSPEED = ForeignFormat(
 )
 HUGGING_FACE = ForeignFormat(
     "Hugging Face's format (config.json and weight files)",
-    "Convert it with: convert hf-to-megatron --hf FOLDER --megatron DIR",
+    "Convert it with megatron-switch convert hf-to-megatron.",
 )
 PLAIN_TORCH = ForeignFormat(
     "a plain torch format (--ckpt-format torch_dcp or fsdp_dtensor)",

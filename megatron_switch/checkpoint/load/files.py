@@ -175,15 +175,15 @@ def _newest_complete(
         defects[name] = defect
     if (folder / "metadata.json").exists():
         raise CheckpointError(
-            f"{context.folder_flag} names the folder of one iteration, {folder}. Give it the folder "
-            f"above, {folder.parent}, and the iteration to {context.iteration_flag} if it is not the "
-            "newest one."
+            f"{context.folder_flag} names the folder of one iteration, {folder}. Give it the "
+            f"folder above, {folder.parent}, and the iteration to {context.iteration_flag} if it "
+            "is not the newest one."
         )
     foreign = _foreign(folder)
     if foreign is not None:
         raise CheckpointError(
-            f"{folder} holds a checkpoint in {foreign.name}, but only Megatron's torch_dist format can "
-            f"be loaded. Convert it with the program that wrote it, or correct {context.folder_flag}."
+            f"{folder} holds a checkpoint in {foreign.name}, but only Megatron's torch_dist format "
+            f"can be loaded. {foreign.advice} Or correct {context.folder_flag}."
         )
     if not defects and tried is None:
         raise CheckpointError(
@@ -207,9 +207,8 @@ def _iterations(folder: Path) -> list[str]:
 
 def _foreign(folder: Path) -> ForeignFormat | None:
     """Return the format of the checkpoint in ``folder`` where it is recognisably another one."""
-    formats = (
-        foreign_format(each) for each in (folder, *(folder / name for name in _iterations(folder)))
-    )
+    folders = [folder, *(folder / name for name in _iterations(folder))]
+    formats = (foreign_format(each) for each in folders)
     return next((found for found in formats if found is not None), None)
 
 

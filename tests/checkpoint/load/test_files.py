@@ -149,18 +149,18 @@ def _plain_torch(folder):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "name", "advice"),
     [
-        (_legacy, "legacy format"),
-        (_deepspeed, "DeepSpeed's format"),
-        (_hugging_face, "Hugging Face's format"),
-        (_plain_torch, "torch_dcp or fsdp_dtensor"),
+        (_legacy, "legacy format", "--ckpt-convert-save"),
+        (_deepspeed, "DeepSpeed's format", "ds_to_universal"),
+        (_hugging_face, "Hugging Face's format", "convert hf-to-megatron"),
+        (_plain_torch, "torch_dcp or fsdp_dtensor", "--ckpt-format torch_dist"),
     ],
 )
-def test_another_programs_checkpoint_is_named(tmp_path, make, name):
+def test_another_programs_checkpoint_is_named(tmp_path, make, name, advice):
     make(tmp_path)
     assert has_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"a checkpoint in .*{name}.*torch_dist"):
+    with pytest.raises(CheckpointError, match=rf"a checkpoint in .*{name}.*torch_dist.*{advice}"):
         find_checkpoint(tmp_path)
 
 

@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_by_every_command(megatron, capsys, comman
 def test_a_folder_of_another_format_names_the_flag(llama, capsys):
     assert main(["convert", "megatron-to-hf", "--megatron", str(llama), "--hf", "new"]) == 2
     assert "Hugging Face's format" in (message := " ".join(capsys.readouterr().err.split()))
-    assert "correct --megatron" in message
+    assert "Or correct --megatron" in message
 
 
 def test_a_missing_iteration_names_the_flag(tmp_path, capsys):
