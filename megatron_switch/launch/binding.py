@@ -21,7 +21,7 @@ _NVIDIA = "0x10de"
 
 
 @dataclass(frozen=True)
-class Device:
+class PciDevice:
     """A PCI device.
 
     Attributes:
@@ -49,8 +49,8 @@ class Binding:
     """
 
     local_rank: int
-    gpu: Device
-    card: Device | None
+    gpu: PciDevice
+    card: PciDevice | None
     processors: str
 
 
@@ -107,7 +107,7 @@ def numbers_in(listed: str) -> set[int]:
     return found
 
 
-def _gpus(sysfs: Path) -> list[Device]:
+def _gpus(sysfs: Path) -> list[PciDevice]:
     folder = sysfs / "bus/pci/devices"
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -117,7 +117,7 @@ def _gpus(sysfs: Path) -> list[Device]:
     return found
 
 
-def _cards(sysfs: Path, wanted: str) -> list[Device]:
+def _cards(sysfs: Path, wanted: str) -> list[PciDevice]:
     """Return the network cards, those only that ``NCCL_IB_HCA`` names where it names some."""
     folder = sysfs / "class/infiniband"
     cards = [
@@ -129,22 +129,22 @@ def _cards(sysfs: Path, wanted: str) -> list[Device]:
         return cards
     exact = wanted.startswith("=") or wanted.startswith("^=")
 
-    def is_named(card: Device) -> bool:
+    def is_named(card: PciDevice) -> bool:
         return any(card.name == name if exact else card.name.startswith(name) for name in names)
 
     return [card for card in cards if is_named(card) != wanted.startswith("^")]
 
 
-def _device(name: str, path: Path) -> Device:
+def _device(name: str, path: Path) -> PciDevice:
     resolved = path.resolve()
     tree = tuple(part for part in resolved.parts if ":" in part)
     numa = _text(path / "numa_node")
-    return Device(name, resolved.name, int(numa) if numa.lstrip("-").isdigit() else -1, tree)
+    return PciDevice(name, resolved.name, int(numa) if numa.lstrip("-").isdigit() else -1, tree)
 
 
-def _nearest_cards(gpus: Sequence[Device], cards: Sequence[Device]) -> list[Device | None]:
+def _nearest_cards(gpus: Sequence[PciDevice], cards: Sequence[PciDevice]) -> list[PciDevice | None]:
     used = dict.fromkeys((card.name for card in cards), 0)
-    chosen: list[Device | None] = []
+    chosen: list[PciDevice | None] = []
     for gpu in gpus:
         if not cards:
             chosen.append(None)
@@ -155,7 +155,7 @@ def _nearest_cards(gpus: Sequence[Device], cards: Sequence[Device]) -> list[Devi
     return chosen
 
 
-def _nearness(gpu: Device, card: Device) -> tuple[int, int]:
+def _nearness(gpu: PciDevice, card: PciDevice) -> tuple[int, int]:
     """Return how much of the PCI tree two devices share, and whether the memory domain."""
     shared = 0
     for mine, other in zip(gpu.tree, card.tree, strict=False):
@@ -165,7 +165,7 @@ def _nearness(gpu: Device, card: Device) -> tuple[int, int]:
     return shared, int(gpu.numa_node == card.numa_node)
 
 
-def _visible(gpus: list[Device], visible: str | None) -> list[Device]:
+def _visible(gpus: list[PciDevice], visible: str | None) -> list[PciDevice]:
     if visible is None:
         return gpus
     chosen = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.launch.job import Job
+from megatron_switch.launch.job import LaunchJob
 
 Generation = Literal["ampere", "hopper", "blackwell"]
 
@@ -53,7 +53,7 @@ def generation_of(gpu: str) -> Generation:
     )
 
 
-def environment_of(job: Job, generation: Generation) -> list[Variable]:
+def environment_of(job: LaunchJob, generation: Generation) -> list[Variable]:
     """Return the variables of a launch, in the order in which a reader wants them."""
     values = job.values
     found = _connections(job, generation)
@@ -88,7 +88,7 @@ def environment_of(job: Job, generation: Generation) -> list[Variable]:
     return [*found, *_HOST]
 
 
-def _connections(job: Job, generation: Generation) -> list[Variable]:
+def _connections(job: LaunchJob, generation: Generation) -> list[Variable]:
     """Return how many queues of kernels a GPU has, where the default is wrong."""
     name, values, layout = "CUDA_DEVICE_MAX_CONNECTIONS", job.values, job.layout
     if values.on("overlap-moe-expert-parallel-comm"):

@@ -1,6 +1,6 @@
 """A launch as values: what runs, on how many nodes, in which shape, and what SLURM is told of it.
 
-A :class:`Job` is always one that can be written out: its flags form a legal layout of its ranks.
+A :class:`LaunchJob` can always be written out: its flags form a legal layout of its ranks.
 """
 
 import re
@@ -45,7 +45,7 @@ class Container:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class LaunchJob:
     """A training to launch.
 
     Attributes:

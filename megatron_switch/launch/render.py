@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_switch.launch.environment import Generation, environment_of
-from megatron_switch.launch.job import Job
+from megatron_switch.launch.job import LaunchJob
 from megatron_switch.launch.nccl_tests import group_tests, left_out
 from megatron_switch.layout.grid import Layout
 
@@ -20,7 +20,7 @@ _ENGINE_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 """Flags, and values of ``--offload-modules``, that a rehearsal refuses."""
 
 
-def render_sbatch(job: Job, generation: Generation, command: Sequence[str]) -> str:
+def render_sbatch(job: LaunchJob, generation: Generation, command: Sequence[str]) -> str:
     """Return the sbatch file of a job.
 
     Args:
@@ -44,7 +44,7 @@ def render_sbatch(job: Job, generation: Generation, command: Sequence[str]) -> s
     )
 
 
-def render_shell(job: Job, generation: Generation, command: Sequence[str]) -> str:
+def render_shell(job: LaunchJob, generation: Generation, command: Sequence[str]) -> str:
     """Return the script that starts the ranks of one node; see :func:`render_sbatch`."""
     return _render(
         "job.sh.jinja",
@@ -55,7 +55,7 @@ def render_shell(job: Job, generation: Generation, command: Sequence[str]) -> st
     )
 
 
-def rehearsal_flags(job: Job) -> str | None:
+def rehearsal_flags(job: LaunchJob) -> str | None:
     """Return what a rehearsal does otherwise than the launch; None where there can be none.
 
     Packed dispatch depends on values, which a rehearsal has none of: padded dispatch stands for it.
@@ -71,7 +71,7 @@ def rehearsal_flags(job: Job) -> str | None:
     return "--switch-dispatch padded" if packed else ""
 
 
-def flag_lines(job: Job) -> list[str]:
+def flag_lines(job: LaunchJob) -> list[str]:
     """Return the words of ``FLAGS``, quoted for bash, a flag and its values on a line."""
     lines: list[list[str]] = []
     for word in job.flags:
@@ -91,7 +91,7 @@ def layout_line(layout: Layout) -> str:
     return f"Layout: {dense}; experts {expert}."
 
 
-def _domains(job: Job) -> list[int]:
+def _domains(job: LaunchJob) -> list[int]:
     """Return the memory domain of each GPU of a node, GPUs counted from domain to domain."""
     per_domain = -(-job.gpus_per_node // job.hardware.numa_nodes)
     return [gpu // per_domain for gpu in range(job.gpus_per_node)]

@@ -1,12 +1,12 @@
 """A launch of 4 nodes, as the tests of scripts and environments change it."""
 
-from megatron_switch.launch.job import Job
+from megatron_switch.launch.job import LaunchJob
 from megatron_switch.planner.hardware.cluster import load_hardware
 
 MODEL = ("--num-experts", "64", "--num-attention-heads", "8", "--data-path", "corpus")
 
 
-def job(*flags: str, **changes: object) -> Job:
+def job(*flags: str, **changes: object) -> LaunchJob:
     values: dict[str, object] = {
         "name": "switch",
         "nodes": 4,
@@ -14,4 +14,4 @@ def job(*flags: str, **changes: object) -> Job:
         "flags": (*MODEL, *flags),
         "run_dir": "runs/one",
     }
-    return Job(**{**values, **changes})
+    return LaunchJob(**{**values, **changes})

@@ -132,7 +132,7 @@ class Report:
             )
         else:
             self._say(
-                "\nTimes are lower bounds: links and efficiency are assumptions until --fit has "
+                "\nTimes are estimates: links and efficiency are assumptions until --fit has "
                 "read nccl-tests output, and --measured-step one step."
             )
 

@@ -18,7 +18,7 @@ from megatron_switch.commands.argument_types import count
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import split_train_flags
 from megatron_switch.launch.environment import generation_of
-from megatron_switch.launch.job import Container, Job
+from megatron_switch.launch.job import Container, LaunchJob
 from megatron_switch.launch.render import rehearsal_flags, render_sbatch, render_shell
 from megatron_switch.planner.hardware.cluster import load_hardware, preset_names
 from megatron_switch.planner.plan_file import read_plan
@@ -130,7 +130,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _job(options: Namespace, flags: Sequence[str]) -> Job:
+def _job(options: Namespace, flags: Sequence[str]) -> LaunchJob:
     nodes, gpus = options.nodes or 1, options.gpus_per_node
     hardware = options.hardware or _HARDWARE
     if options.plan is not None:
@@ -156,7 +156,7 @@ def _job(options: Namespace, flags: Sequence[str]) -> Job:
             "--container-image, or leave them out."
         )
     node = load_hardware(hardware)
-    return Job(
+    return LaunchJob(
         name=options.name,
         nodes=nodes,
         hardware=node if gpus is None else replace(node, gpus_per_node=gpus),

@@ -5,9 +5,9 @@ communication; ``m`` micro-batches on ``p`` stages of ``v`` chunks take ``m + (p
 then gradients and weights travel and the optimizer reads and writes 30 bytes for each parameter it
 owns. Nothing overlaps, except a fully sharded run's weights, which travel behind compute.
 
-It is a lower bound until links and one step were measured
+It is an estimate until links and one step were measured
 (:mod:`megatron_switch.planner.hardware.link_fit`): kernels that are not matrix products, launches,
-stragglers and imbalance between experts are not in it.
+stragglers and imbalance between experts are not in it, and nor is what overlaps.
 
 *Useful* operations are those of the model's mathematics: six for each parameter that a token meets,
 and causal attention. Recomputation and empty slots are none.

@@ -2,7 +2,7 @@
 
 Numbers of presets are peak figures of data sheets and bandwidths that collective libraries are
 known to achieve. Latencies, the efficiency of matrix products and the size of a leaf switch are
-assumptions, so that every predicted time is a lower bound until
+assumptions, so that every predicted time is an estimate until
 :mod:`megatron_switch.planner.hardware.link_fit` has fitted links to measurements of the cluster
 itself.
 

@@ -6,14 +6,14 @@ import pytest
 
 from megatron_switch.cli import main
 from megatron_switch.commands.cluster import check_binding
-from megatron_switch.launch.binding import Binding, Device
+from megatron_switch.launch.binding import Binding, PciDevice
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
     here = sorted(os.sched_getaffinity(0))
-    devices = [Device(f"0000:0{i}:00.0", f"0000:0{i}:00.0", i, ()) for i in (0, 1)]
-    card = Device("mlx5_0", "0000:09:00.0", 0, ())
+    devices = [PciDevice(f"0000:0{i}:00.0", f"0000:0{i}:00.0", i, ()) for i in (0, 1)]
+    card = PciDevice("mlx5_0", "0000:09:00.0", 0, ())
     near = ",".join(map(str, here))
     bindings = [Binding(0, devices[0], card, near), Binding(1, devices[1], None, "9999")]
     monkeypatch.setattr(check_binding, "read_bindings", lambda: bindings)

@@ -37,7 +37,7 @@ def test_the_best_layouts_come_with_reasons_warnings_and_flags(capsys):
     assert "bound by" in text
     assert "warning: Even a balanced router drops 2.3%" in text
     assert "--switch-model gpt-1.6t-128 --tensor-model-parallel-size" in text
-    assert "Times are lower bounds" in text
+    assert "Times are estimates" in text
 
 
 def test_json_is_a_plan_file(capsys, tmp_path):
