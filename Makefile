@@ -17,13 +17,15 @@ ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
 PACKAGE := active-environment
 READY := active-environment
+BENCH := active-environment
 NEXT := :
 else
 PY := $(VENV)/bin/python
 # Named by what it was filled from, so that other requirements fill it again: with all that the
-# targets need, or with the package alone.
+# targets need, with the package alone, or with other implementations to measure.
 READY := $(VENV)/.filled-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 PACKAGE := $(READY)-package
+BENCH := $(READY)-bench
 NEXT := echo "To have the command megatron-switch in this shell:  . $(VENV)/bin/activate"
 endif
 
@@ -31,7 +33,10 @@ endif
 JOBS := 2
 SIDE_BY_SIDE := --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: help setup demo test test-fast test-slurm check lint types lock clean distclean active-environment
+# The published tables that `make bench` measures: cpu or gpu.
+SUITE := cpu
+
+.PHONY: help setup demo test test-fast test-slurm check lint types bench lock clean distclean active-environment
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +67,9 @@ lint: $(READY) ## check style, layout of the code and spelling
 
 types: $(READY) ## check types
 	@$(PY) -m mypy
+
+bench: $(BENCH) ## time one layer beside other implementations (SUITE=gpu on a GPU)
+	@$(PY) -W ignore tools/bench_layer.py --suite $(SUITE)
 
 lock: $(READY) ## write the versions in use to constraints.txt
 	@$(PY) tools/lock_versions.py
@@ -100,6 +108,7 @@ ifeq ($(READY),active-environment)
 # Targets that need more than the package itself say which of its extras.
 test test-fast test-slurm: EXTRAS = test
 lint types: EXTRAS = dev
+bench: EXTRAS = bench
 active-environment:
 	@$(PY) tools/check_environment.py $(EXTRAS)
 
@@ -111,9 +120,10 @@ FILL = $(PY) -m pip install --quiet --log $(FILL_LOG) --no-input --disable-pip-v
 	--constraint constraints.txt --editable
 
 $(READY): EXTRAS = [test,dev]
-$(READY) $(PACKAGE): | $(VENV)/bin/python
+$(BENCH): EXTRAS = [bench]
+$(READY) $(PACKAGE) $(BENCH): | $(VENV)/bin/python
 	@if [ -e $(PACKAGE) ]; then \
-		echo "Adding to $(VENV) what tests and checks need."; \
+		echo "Adding to $(VENV) what this target needs."; \
 	elif ls $(VENV)/.filled-* >/dev/null 2>&1; then \
 		echo "Requirements have changed: updating $(VENV)."; \
 	else \
@@ -121,7 +131,7 @@ $(READY) $(PACKAGE): | $(VENV)/bin/python
 		echo "torch with CUDA. It takes minutes; watch with:  tail -f $(FILL_LOG)"; \
 	fi
 	@$(FILL) '.$(EXTRAS)'
-	@rm -f $(VENV)/.filled-*
+	@find $(VENV) -maxdepth 1 -name '.filled-*' ! -name '$(notdir $(READY))*' -delete
 	@touch $(PACKAGE) $@
 
 endif

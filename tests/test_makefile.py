@@ -36,6 +36,7 @@ def stamps(text):
         ("test", "--editable '.[test,dev]'"),
         ("lint", "--editable '.[test,dev]'"),
         ("types", "--editable '.[test,dev]'"),
+        ("bench", "--editable '.[bench]'"),
     ],
 )
 def test_a_target_installs_what_it_needs(target, installed, tmp_path):
@@ -61,6 +62,7 @@ def test_what_the_demo_installed_is_not_all_that_tests_need(tmp_path):
         path.touch()
     assert "pip install" not in would_run("demo", f"VENV={venv}")
     assert "'.[test,dev]'" in would_run("test", f"VENV={venv}")
+    assert "'.[bench]'" in would_run("bench", f"VENV={venv}")
 
 
 @pytest.mark.parametrize("target", ["demo", "setup"])

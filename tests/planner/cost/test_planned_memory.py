@@ -6,7 +6,7 @@ from pathlib import Path
 import megatron.training.training as megatron_training
 import pytest
 import torch.distributed as dist
-from support.live_bytes import LiveBytes
+from bench.memory import LiveBytes
 from support.planned_model import MODEL, TRAINING
 from support.tiny_run import trained
 
