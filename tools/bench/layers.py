@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from bench.candidate import Candidate, FeedForward, GateOnly, share_weights
 from bench.problem import DTYPES, Problem
 from megatron_switch.config import SwitchConfig
-from megatron_switch.emulation.collectives import with_sizes_as_lists
 from megatron_switch.emulation.device import Stream
-from megatron_switch.moe.layer_spec import switch_mlp_spec
+from megatron_switch.emulation.gloo import with_sizes_as_lists
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
+from megatron_switch.moe.switch_mlp import switch_mlp_spec
 from megatron_switch.upstream.patching import Patch, applied
 
 _NO_GPU = "there is no CUDA device to ask"
