@@ -1,17 +1,23 @@
-"""The model as flags: named models, JSON files and command lines become a shape.
+"""A model as flags: named models, JSON files and the argv of a command line.
 
 A model file is a JSON object of Megatron's and our flags without the leading dashes. The same files
 serve ``--switch-model`` in training, the planner, the rehearsal and benchmarks, so that all of them
-mean the same model. Only flags that decide sizes are understood here; others are left alone.
-
-The padded vocabulary is that of :mod:`megatron_switch.models.vocabulary`.
+mean the same model.
 """
 
-import ast
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_switch.architecture.parameters import GPTShape, T5Shape
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import (
+    T5_ARGUMENTS,
+    Architecture,
+    described,
+    flag_of,
+    read_field,
+)
+from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.train_flags import flag_names, suggestion
 from megatron_switch.flags.values import FlagValues
@@ -19,7 +25,6 @@ from megatron_switch.layout.workload import Capacity
 from megatron_switch.utils.fields import Fields
 
 _FOLDER = Path(__file__).parent / "presets"
-_ROWS_FACTOR = 8  # as in training: the vocabulary is padded to a multiple of 128 x 8
 
 Flags = Mapping[str, object]
 """Flags by name without the leading dashes; a flag without a value is True."""
@@ -57,64 +62,62 @@ def read_model(name: str) -> dict[str, object]:
     return flags
 
 
-def shape_of(flags: Flags, *, padded: bool = True) -> GPTShape:
-    """Return the shape of the model that flags describe; a :class:`T5Shape` for ``t5``.
+def model_from_flags(flags: Flags, *, padded: bool = True) -> Architecture:
+    """Return the model that flags describe, with Megatron's defaults where they say nothing.
 
     Args:
-        flags: The flags, with Megatron's defaults where absent.
+        flags: Flags of ``megatron-switch train``; those that describe no model are left alone.
         padded: Whether the vocabulary is padded as in training, or counted as it is.
 
     Raises:
         ConfigError: If a flag that decides the size is missing or no number.
     """
     values = FlagValues(flags)
-    hidden = values.integer("hidden-size")
-    experts = values.integer("num-experts", 0)
-    layers = values.integer("num-layers")
-    activation = values.text("switch-activation", "auto")
-    gated = values.on("swiglu") or activation.startswith("gated")
-    default_width = int(4 * hidden * 2 / 3 / 64) * 64 if values.on("swiglu") else 4 * hidden
-    ffn = values.integer("ffn-hidden-size", default_width)
-    sparse = _sparse(values, "moe-layer-freq", layers) if experts else ()
-    common: dict[str, object] = {
-        "hidden_size": hidden,
-        "num_attention_heads": values.integer("num-attention-heads"),
-        "kv_channels": values.integer("kv-channels", None),
-        "ffn_hidden_size": ffn,
-        "moe_ffn_hidden_size": values.integer("moe-ffn-hidden-size", None),
-        "num_experts": experts,
-        "padded_vocab_size": _vocabulary(values, padded),
-        "tied_head": not values.on("untie-embeddings-and-output-weights"),
-        "gated": gated,
-    }
-    if values.text("switch-arch", "gpt") == "t5":
-        decoder = values.integer("decoder-num-layers", layers)
-        name = "switch-decoder-layer-freq"
-        own = sparse if decoder == layers else _sparse(FlagValues({}), name, decoder)
-        if name in flags:
-            own = _sparse(values, name, decoder)
-        return T5Shape(
-            num_layers=decoder,
-            sparse_layers=own if experts else (),
-            encoder_layers=layers,
-            encoder_sparse_layers=sparse,
-            **common,  # type: ignore[arg-type]
-        )
-    learned = values.text("position-embedding-type", "learned_absolute") == "learned_absolute"
-    learned = learned and not values.on("use-rotary-position-embeddings")
-    return GPTShape(
-        num_layers=layers,
-        sparse_layers=sparse,
-        num_query_groups=(
-            values.integer("num-query-groups", 1) if values.on("group-query-attention") else None
-        ),
-        learned_positions=values.integer("max-position-embeddings") if learned else 0,
-        linear_bias=not values.on("disable-bias-linear"),
-        qkv_bias=values.on("add-qkv-bias"),
-        norm="RMSNorm" if values.text("normalization", "LayerNorm") == "RMSNorm" else "LayerNorm",
-        qk_norm=values.on("qk-layernorm"),
-        **common,  # type: ignore[arg-type]
+    is_t5 = values.text("switch-arch", "gpt") == "t5"
+    depth, rows = values.integer("num-layers"), values.integer("vocab-size")
+    if padded:
+        multiple = values.integer("make-vocab-size-divisible-by", 128)
+        rows = padded_vocab_size(rows, make_divisible_by=multiple)
+    args = Namespace(
+        switch_arch="t5" if is_t5 else "gpt",
+        switch_activation=values.text("switch-activation", "auto"),
+        num_layers=depth,
+        decoder_num_layers=values.integer("decoder-num-layers", depth),
+        hidden_size=values.integer("hidden-size"),
+        num_attention_heads=values.integer("num-attention-heads"),
+        padded_vocab_size=rows,
+        moe_layer_freq=flags.get("moe-layer-freq", Stack.switch(depth).layer_freq),
+        switch_decoder_layer_freq=flags.get("switch-decoder-layer-freq"),
+        add_bias_linear=not values.on("disable-bias-linear"),
+        bias_gelu_fusion=not values.on("no-bias-gelu-fusion"),
+        position_embedding_type="none" if is_t5 else "learned_absolute",
+        rope_scaling_factor=values.number("rope-scaling-factor", 8.0),
     )
+    for name in _SWITCHES:
+        setattr(args, name, values.on(name.replace("_", "-")))
+    for name, value in T5_ARGUMENTS.items() if is_t5 else ():
+        setattr(args, name, value)
+    for each in described():
+        flag = flag_of(each)
+        if flag in flags and not each.metadata["off"]:
+            setattr(args, each.name, read_field(each, values, flag))
+    if values.on("use-rotary-position-embeddings"):
+        args.position_embedding_type = "rope"
+    if args.position_embedding_type == "learned_absolute":
+        values.integer("max-position-embeddings")
+    return Architecture.from_args(args)
+
+
+_SWITCHES = (
+    "group_query_attention",
+    "openai_gelu",
+    "quick_geglu",
+    "squared_relu",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "use_rope_scaling",
+)
+"""Flags without a value that :meth:`Architecture.from_args` reads, beside those of its fields."""
 
 
 def capacity_of(flags: Flags) -> Capacity:
@@ -138,58 +141,3 @@ def capacity_of(flags: Flags) -> Capacity:
         rounding=rounding,  # type: ignore[arg-type]
         group=group,  # type: ignore[arg-type]
     )
-
-
-def _vocabulary(values: FlagValues, padded: bool) -> int:
-    tokens = values.integer("vocab-size")
-    if not padded:
-        return tokens
-    multiple = values.integer("make-vocab-size-divisible-by", 128) * _ROWS_FACTOR
-    return -(-tokens // multiple) * multiple
-
-
-def _sparse(values: FlagValues, name: str, num_layers: int) -> tuple[int, ...]:
-    """Return the numbers, from 1, of the layers with experts: every second one by default."""
-    if name not in values.values:
-        return tuple(range(2, num_layers + 1, 2)) or (1,)
-    given = values.values[name]
-    pattern = given if isinstance(given, list) else _pattern(name, str(given))
-    if pattern == 0:
-        raise ConfigError(
-            f"--{name} is a number N of at least 1, for experts in every Nth layer, or a pattern "
-            "such as [0,1]*12, got 0."
-        )
-    if isinstance(pattern, int):
-        pattern = [int(layer % pattern == 0) for layer in range(num_layers)]
-    if len(pattern) != num_layers or not all(str(entry) in ("0", "1") for entry in pattern):
-        raise ConfigError(
-            f"--{name} says of each layer with 1 or 0 whether it has experts, and has "
-            f"{len(pattern)} entries for {num_layers} layers: {given}."
-        )
-    return tuple(number for number, entry in enumerate(pattern, 1) if str(entry) == "1")
-
-
-def _pattern(name: str, text: str) -> "int | list[int]":
-    """Return the value of a pattern such as ``([0]*3+[1])*2``, without running it as code."""
-    try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError):
-        raise ConfigError(
-            f"--{name} takes a whole number or a pattern such as [0,1]*12, got '{text}'."
-        ) from None
-
-
-def _value(node: ast.expr) -> "int | list[int]":
-    if isinstance(node, ast.Constant) and type(node.value) is int and node.value > -1:
-        return node.value
-    if isinstance(node, ast.List):
-        entries = [_value(entry) for entry in node.elts]
-        return [entry for entry in entries if isinstance(entry, int)]
-    if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
-        lists = isinstance(left, list) + isinstance(right, list)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and lists == 1:
-            return left * right  # type: ignore[operator]
-    raise ValueError(ast.dump(node))

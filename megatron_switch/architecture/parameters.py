@@ -17,72 +17,11 @@ Everything is a closed form over layers; no tensor is made.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTShape:
-    """What decides how many parameters a Switch GPT has.
-
-    Attributes:
-        num_layers: Layers, dense and sparse.
-        hidden_size: Width of the residual stream.
-        num_attention_heads: Query heads.
-        num_query_groups: Key-value heads; None as many as query heads.
-        kv_channels: Width of a head; None hidden_size / num_attention_heads.
-        ffn_hidden_size: Hidden width of a dense layer.
-        moe_ffn_hidden_size: Hidden width of an expert; None that of a dense layer.
-        num_experts: Experts of a sparse layer.
-        sparse_layers: Numbers of the layers with experts, the first layer being 1.
-        padded_vocab_size: Rows of the embedding.
-        tied_head: Whether the head is the embedding.
-        learned_positions: Rows of the learned position table; 0 for rotary or no positions.
-        gated: Whether feed-forward layers are gated (SwiGLU, GEGLU).
-        linear_bias: Whether linear layers of attention and dense layers have a bias.
-        qkv_bias: Whether the projection to query, key and value has one in any case.
-        norm: LayerNorm has a weight and a bias, RMSNorm a weight.
-        qk_norm: Whether queries and keys are normalised.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    ffn_hidden_size: int
-    padded_vocab_size: int
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    num_experts: int = 0
-    sparse_layers: tuple[int, ...] = ()
-    tied_head: bool = True
-    learned_positions: int = 0
-    gated: bool = False
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    qk_norm: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class T5Shape(GPTShape):
-    """The same for a Switch T5; what is not named here is that of both stacks.
-
-    ``num_layers`` and ``sparse_layers`` are the decoder's. Linear layers have no bias, norms are
-    RMSNorm, and positions are relative: one table of biases a stack.
-
-    Attributes:
-        encoder_layers: Layers of the encoder.
-        encoder_sparse_layers: Numbers of those with experts, the first layer being 1.
-        relative_buckets: Rows of a stack's table of position biases.
-    """
-
-    encoder_layers: int
-    encoder_sparse_layers: tuple[int, ...] = ()
-    relative_buckets: int = 32
-    norm: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
 
 
 @dataclass(frozen=True)
@@ -104,25 +43,25 @@ class ParameterCount:
         return self.dense + self.expert
 
 
-def total_parameters(shape: GPTShape) -> ParameterCount:
+def total_parameters(model: Architecture) -> ParameterCount:
     """Return the parameters of the whole model, each counted once."""
-    return stage_parameters(shape, Layout(1), 0)
+    return stage_parameters(model, Layout(1), 0)
 
 
 @lru_cache(maxsize=256)
-def active_parameters(shape: GPTShape) -> int:
+def active_parameters(model: Architecture) -> int:
     """Return the parameters that one token meets: all but the experts it is not sent to.
 
     Top-1 routing sends a token to one expert in each sparse layer. The embedding counts whole.
     """
-    total = total_parameters(shape)
+    total = total_parameters(model)
     if not total.expert:
         return total.total
-    return total.dense + total.expert // shape.num_experts
+    return total.dense + total.expert // model.num_experts
 
 
 def stage_parameters(
-    shape: GPTShape,
+    model: Architecture,
     layout: Layout,
     stage: int,
     *,
@@ -131,71 +70,76 @@ def stage_parameters(
     """Return the parameters that each rank of a pipeline stage holds.
 
     Args:
-        shape: The model.
+        model: The model.
         layout: The ranks; every axis is taken to divide what it cuts.
         stage: Pipeline stage, from 0.
-        layers_of_stages: Numbers, from 1, of the layers on each stage, where they are uneven;
-            None spreads them evenly, over virtual stages too.
+        layers_of_stages: The layers on each stage, counted from 0, where they are uneven; None
+            spreads them evenly, over virtual stages too.
 
     Raises:
         LayoutError: If layers cannot be spread evenly, or are not all placed once.
     """
     if layers_of_stages is None:
-        return _even_stage(shape, layout, stage)
+        return _even_stage(model, layout, stage)
+    depth = model.decoder.num_layers
     placed = sorted(layer for layers in layers_of_stages for layer in layers)
-    if placed != list(range(1, shape.num_layers + 1)) or len(layers_of_stages) != layout.pp:
+    if placed != list(range(depth)) or len(layers_of_stages) != layout.pp:
         raise LayoutError(
-            f"Every one of {shape.num_layers} layers stands on one of {layout.pp} stages, but the "
-            f"placement is {[list(layers) for layers in layers_of_stages]}. Check "
+            f"Every one of {depth} layers stands on one of {layout.pp} stages, but the placement "
+            f"is {[list(layers) for layers in layers_of_stages]}, counted from 0. Check "
             "--pipeline-model-parallel-size and the flags that place layers."
         )
-    return _count(shape, layout, stage, layers_of_stages[stage])
+    return _count(model, layout, stage, layers_of_stages[stage])
 
 
 @lru_cache(maxsize=8192)
-def _even_stage(shape: GPTShape, layout: Layout, stage: int) -> ParameterCount:
+def _even_stage(model: Architecture, layout: Layout, stage: int) -> ParameterCount:
     """Count a stage of equally large ones; remembered, because a planner asks again and again."""
-    return _count(shape, layout, stage, even_stages(shape.num_layers, layout)[stage])
+    return _count(model, layout, stage, even_stages(model.decoder.num_layers, layout)[stage])
 
 
-def _count(shape: GPTShape, layout: Layout, stage: int, layers: Sequence[int]) -> ParameterCount:
-    num_sparse = len(set(layers) & set(shape.sparse_layers))
-    dense = len(layers) * _attention_and_norms(shape, layout.tp)
-    dense += (len(layers) - num_sparse) * _dense_mlp(shape, layout.tp)
-    dense += num_sparse * shape.num_experts * shape.hidden_size  # routers
-    vocabulary = shape.padded_vocab_size // layout.tp * shape.hidden_size
+def _count(
+    model: Architecture, layout: Layout, stage: int, layers: Sequence[int]
+) -> ParameterCount:
+    sparse = set(layers) & set(model.decoder.sparse_layers)
+    stacks = [Stack(len(layers), tuple(sparse))]
     is_first, is_last = stage == 0, stage == layout.pp - 1
+    vocabulary = model.padded_vocab_size // layout.tp * model.hidden_size
+    dense = 0
     if is_first:
-        dense += vocabulary + shape.learned_positions * shape.hidden_size
+        dense += vocabulary + model.learned_positions * model.hidden_size
     if is_last:
-        dense += _norm(shape, shape.hidden_size)
+        dense += _norm(model, model.hidden_size)
         # A tied head on another stage than the embedding is a second copy of it.
-        dense += 0 if shape.tied_head and is_first else vocabulary
-    if isinstance(shape, T5Shape):
-        dense += _encoder_and_cross_attention(shape, layout)
-        num_sparse += len(shape.encoder_sparse_layers)
-    return ParameterCount(dense, num_sparse * _experts(shape, layout))
+        tied = model.share_embeddings_and_output_weights and is_first
+        dense += 0 if tied else vocabulary
+    if model.encoder is not None:
+        dense += _beside_the_layers_of_a_t5(model, layout)
+        stacks.append(model.encoder)
+    for stack in stacks:
+        dense += stack.num_layers * _attention_and_norms(model, layout.tp)
+        dense += stack.num_dense * _dense_mlp(model, layout.tp)
+        dense += len(stack.sparse_layers) * model.num_experts * model.hidden_size  # routers
+    num_sparse = sum(len(stack.sparse_layers) for stack in stacks)
+    return ParameterCount(dense, num_sparse * experts_of_layer(model, layout))
 
 
-def _encoder_and_cross_attention(shape: T5Shape, layout: Layout) -> int:
-    """Return the dense parameters that a T5 has on top of a GPT of its decoder's layers."""
+def _beside_the_layers_of_a_t5(model: Architecture, layout: Layout) -> int:
+    """Return cross attention, relative positions and the encoder's last norm."""
     if layout.pp > 1:
         raise LayoutError(
             "Encoder and decoder of a T5 stand on one pipeline stage, but "
             f"--pipeline-model-parallel-size is {layout.pp}. Set it to 1."
         )
-    num_sparse = len(shape.encoder_sparse_layers)
-    layers = shape.encoder_layers * _attention_and_norms(shape, layout.tp)
-    layers += (shape.encoder_layers - num_sparse) * _dense_mlp(shape, layout.tp)
-    routers = num_sparse * shape.num_experts * shape.hidden_size
-    norm = _norm(shape, shape.hidden_size)
-    cross = shape.num_layers * (_attention_and_norms(shape, layout.tp) - norm)
-    positions = 2 * shape.relative_buckets * shape.num_attention_heads  # whole on every rank
-    return layers + routers + cross + norm + positions
+    norm = _norm(model, model.hidden_size)
+    cross = model.decoder.num_layers * (_attention_and_norms(model, layout.tp) - norm)
+    # The tables of both stacks are whole on every rank.
+    positions = 2 * model.relative_attention_num_buckets * model.num_attention_heads
+    return cross + norm + positions
 
 
 def even_stages(num_layers: int, layout: Layout) -> list[list[int]]:
-    """Return the numbers, from 1, of the layers on each stage when all stages hold as many.
+    """Return the layers on each stage, counted from 0, when all stages hold as many.
 
     With virtual stages the layers are dealt out in chunks: first chunk of every stage, then the
     second of every stage, and so on.
@@ -212,7 +156,7 @@ def even_stages(num_layers: int, layout: Layout) -> list[list[int]]:
     size = num_layers // chunks
     return [
         [
-            1 + (chunk * layout.pp + stage) * size + place
+            (chunk * layout.pp + stage) * size + place
             for chunk in range(layout.vp)
             for place in range(size)
         ]
@@ -220,34 +164,32 @@ def even_stages(num_layers: int, layout: Layout) -> list[list[int]]:
     ]
 
 
-def _attention_and_norms(shape: GPTShape, tp: int) -> int:
+def _attention_and_norms(model: Architecture, tp: int) -> int:
     """Return the parameters of a layer that are there whether it is dense or sparse."""
-    head = shape.kv_channels or shape.hidden_size // shape.num_attention_heads
-    queries = head * shape.num_attention_heads
-    projected = queries + 2 * head * (shape.num_query_groups or shape.num_attention_heads)
-    count = (projected + queries) // tp * shape.hidden_size
-    if shape.linear_bias or shape.qkv_bias:
+    queries = model.query_projection_size
+    projected = queries + 2 * model.kv_projection_size
+    count = (projected + queries) // tp * model.hidden_size
+    if model.add_bias_linear or model.add_qkv_bias:
         count += projected // tp
-    if shape.linear_bias:
-        count += shape.hidden_size
-    if shape.qk_norm:
-        count += 2 * _norm(shape, head)
-    return count + 2 * _norm(shape, shape.hidden_size)
+    if model.add_bias_linear:
+        count += model.hidden_size
+    if model.qk_layernorm:
+        count += 2 * _norm(model, model.kv_channels)
+    return count + 2 * _norm(model, model.hidden_size)
 
 
-def _dense_mlp(shape: GPTShape, tp: int) -> int:
-    width = shape.ffn_hidden_size // tp
-    in_width = 2 * width if shape.gated else width
-    bias = in_width + shape.hidden_size if shape.linear_bias else 0
-    return (in_width + width) * shape.hidden_size + bias
+def _dense_mlp(model: Architecture, tp: int) -> int:
+    width = model.ffn_hidden_size // tp
+    in_width = model.fc1_parts * width
+    bias = in_width + model.hidden_size if model.add_bias_linear else 0
+    return (in_width + width) * model.hidden_size + bias
 
 
-def _experts(shape: GPTShape, layout: Layout) -> int:
+def experts_of_layer(model: Architecture, layout: Layout) -> int:
     """Return the parameters of a sparse layer's experts on one rank."""
-    width = (shape.moe_ffn_hidden_size or shape.ffn_hidden_size) // layout.etp
-    in_width = 2 * width if shape.gated else width
-    return shape.num_experts // layout.ep * (in_width + width) * shape.hidden_size
+    width = model.moe_ffn_hidden_size // layout.etp
+    return model.num_experts // layout.ep * (model.fc1_parts + 1) * width * model.hidden_size
 
 
-def _norm(shape: GPTShape, width: int) -> int:
-    return 2 * width if shape.norm == "LayerNorm" else width
+def _norm(model: Architecture, width: int) -> int:
+    return 2 * width if model.normalization == "LayerNorm" else width

@@ -1,7 +1,7 @@
 """How a model is trained, as far as memory and time depend on it: batch, precision, dispatch.
 
 Plain values, named after the flags that set them. Together with the model
-(:class:`~megatron_switch.architecture.parameters.GPTShape`) and the ranks
+(:class:`~megatron_switch.architecture.model.Architecture`) and the ranks
 (:class:`~megatron_switch.layout.grid.Layout`) they decide every prediction of this folder.
 """
 

@@ -74,54 +74,6 @@ class MlpBuilder(Protocol):
         ...
 
 
-def switch_layer_pattern(num_layers: int) -> list[int]:
-    """Return Switch's placement of sparse layers: 1, 3, 5, ..., counted from 0.
-
-    A model of one layer is sparse in that layer, because a Switch model without experts would
-    be none.
-
-    Args:
-        num_layers: Number of layers in the whole model, at least 1.
-
-    Returns:
-        One number for each layer, 1 where it is sparse, for ``--moe-layer-freq``.
-
-    Source:
-        Switch Transformer, arXiv:2101.03961, table 9 (expert frequency 1/2); the released
-        models make the second of each pair sparse.
-    """
-    if num_layers == 1:
-        return [1]
-    return [layer % 2 for layer in range(num_layers)]
-
-
-def check_layer_pattern(pattern: object, num_layers: int, *, flag: str, depth_flag: str) -> None:
-    """Refuse what says of no layer, or of other layers, whether they have experts.
-
-    Args:
-        pattern: Value of ``flag``: N for experts in every Nth layer, or a list with 0 or 1 for
-            each layer.
-        num_layers: Layers of the stack that the flag speaks of.
-        flag: Named in the message.
-        depth_flag: The flag that says how many layers there are; named too.
-
-    Raises:
-        ConfigError: If it is neither a positive number nor such a list.
-    """
-    if isinstance(pattern, int) and pattern > 0:
-        return
-    if not isinstance(pattern, list) or any(entry not in (0, 1) for entry in pattern):
-        raise ConfigError(
-            f"{flag} is a number N of at least 1, for experts in every Nth layer, or says of each "
-            f"layer whether it has experts, as in [0,1,0,1]; got {pattern}."
-        )
-    if len(pattern) != num_layers:
-        raise ConfigError(
-            f"{flag} says of each layer whether it has experts, and has {len(pattern)} entries "
-            f"for {num_layers} layers. Give as many as {depth_flag}."
-        )
-
-
 def switch_gpt_layer_spec(
     config: ModelConfig,
     *,

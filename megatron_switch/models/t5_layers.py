@@ -16,7 +16,6 @@ Parameter names stay Megatron's.
 """
 
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,6 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from megatron_switch.architecture.layer_pattern import sparse_layers
 from megatron_switch.errors import ConfigError
 from megatron_switch.models.attention_bias import BiasedDotProductAttention
 from megatron_switch.models.core_attention import check_attention
@@ -113,22 +113,14 @@ def t5_block_spec(
         ConfigError: If the settings ask for what a T5 does not have.
     """
     check_t5_supported(config)
+    sparse: tuple[int, ...] = ()
+    if config.num_moe_experts is not None:
+        sparse = sparse_layers(config.moe_layer_freq, config.num_layers)
     layers = [
-        _layer(config, decoder, switch_mlp_spec if is_sparse else None)
-        for is_sparse in sparse_pattern(config)
+        _layer(config, decoder, switch_mlp_spec if layer in sparse else None)
+        for layer in range(config.num_layers)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=FinalNorm)
-
-
-def sparse_pattern(config: TransformerConfig) -> tuple[bool, ...]:
-    """Return for each layer of a stack whether it has experts."""
-    frequency: int | Sequence[int] = config.moe_layer_freq
-    layers = range(config.num_layers)
-    if config.num_moe_experts is None:
-        return tuple(False for _ in layers)
-    if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in layers)
-    return tuple(bool(is_sparse) for is_sparse in frequency)
 
 
 def check_t5_supported(config: TransformerConfig) -> None:

@@ -58,7 +58,7 @@ def explain(plan: Plan, request: Request) -> list[Section]:
 def _parameters(plan: Plan, request: Request) -> list[Line]:
     model = request.model
     total, active = total_parameters(model), active_parameters(model)
-    matrices, width = (3 if model.gated else 2), model.moe_ffn_hidden_size or model.ffn_hidden_size
+    matrices, width = model.fc1_parts + 1, model.moe_ffn_hidden_size
     lines = [Line("in all", "dense + experts", f"{total.total / 1e9:.2f}B")]
     if model.num_experts:
         count = total.expert // (matrices * width * model.hidden_size * model.num_experts)

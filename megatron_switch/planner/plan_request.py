@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.model_flags import (
     capacity_of,
+    model_from_flags,
     read_model,
-    shape_of,
 )
-from megatron_switch.architecture.parameters import GPTShape
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import argv_of, flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
@@ -30,7 +30,7 @@ class PlannedModel:
 
     Attributes:
         name: For people.
-        shape: What decides its parameters.
+        model: Its description.
         training: Sequence, capacity, precision and dropout.
         argv: The flags of ``megatron-switch train`` that describe it, without the planned ones.
         fixed: Parallel sizes and micro-batch that were given.
@@ -39,7 +39,7 @@ class PlannedModel:
     """
 
     name: str
-    shape: GPTShape
+    model: Architecture
     training: Training
     argv: tuple[str, ...]
     fixed: dict[str, int]
@@ -74,7 +74,7 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
     argv += argv_of({flag: value for flag, value in given.items() if flag in kept})
     return PlannedModel(
         name=name or "pretrain flags",
-        shape=shape_of(flags),
+        model=model_from_flags(flags),
         training=_training(values),
         argv=tuple(argv),
         fixed=_fixed(values),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_switch.architecture.parameters import GPTShape, T5Shape
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.model_rules import ModelShape, batch_over_replicas
 from megatron_switch.layout.sizes import Sizes, divisors
@@ -57,7 +57,7 @@ class Request:
             ``micro_batch_size``.
     """
 
-    model: GPTShape
+    model: Architecture
     training: Training
     hardware: Hardware
     nodes: int
@@ -75,15 +75,15 @@ class Request:
     def shape(self) -> ModelShape:
         """What sizes have to divide."""
         model, training = self.model, self.training
-        is_t5 = isinstance(model, T5Shape)
+        is_t5 = model.encoder is not None
         return ModelShape(
             num_experts=model.num_experts or None,
-            num_layers=model.num_layers,
+            num_layers=model.decoder.num_layers,
             num_attention_heads=model.num_attention_heads,
             num_query_groups=model.num_query_groups,
             ffn_hidden_size=model.ffn_hidden_size,
-            moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size,
-            add_bias_linear=model.linear_bias,
+            moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+            add_bias_linear=model.add_bias_linear,
             padded_vocab_size=model.padded_vocab_size,
             seq_length=training.seq_length,
             sequence_parallel=True,
@@ -268,7 +268,7 @@ def _room_for(request: Request, memory: MemoryByPart) -> bool:
 def _ways(request: Request, sizes: Sizes) -> Iterator[tuple[Layout, Training]]:
     """Yield virtual stages, micro-batch sizes and dispatch modes, without a saving."""
     model, fixed = request.model, request.fixed
-    chunks = divisors(model.num_layers // sizes.pp) if sizes.pp > 1 else [1]
+    chunks = divisors(model.decoder.num_layers // sizes.pp) if sizes.pp > 1 else [1]
     chunks = [sizes.vp] if "vp" in fixed else chunks
     micro_batch_sizes = [1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length())]
     if "micro_batch_size" in fixed:

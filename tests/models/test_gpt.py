@@ -33,10 +33,8 @@ from megatron_switch.errors import ConfigError
 from megatron_switch.models import gpt
 from megatron_switch.models.core_attention import TorchDotProductAttention
 from megatron_switch.models.gpt import (
-    check_layer_pattern,
     check_supported,
     switch_gpt_layer_spec,
-    switch_layer_pattern,
 )
 from megatron_switch.models.norms import LayerNorm, RMSNorm
 from megatron_switch.testing.ranks import run_ranks
@@ -44,34 +42,6 @@ from megatron_switch.testing.ranks import run_ranks
 
 def sparse_layers(spec):
     return [int(layer.submodules.mlp is stock_moe) for layer in spec.layer_specs]
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "pattern"), [(1, [1]), (2, [0, 1]), (5, [0, 1, 0, 1, 0]), (6, [0, 1] * 3)]
-)
-def test_every_second_layer_is_sparse(num_layers, pattern):
-    assert switch_layer_pattern(num_layers) == pattern
-
-
-@pytest.mark.parametrize("pattern", [1, 7, [0, 1], [0, 0]])
-def test_patterns_that_say_which_layers_are_sparse(pattern):
-    check_layer_pattern(pattern, 2, flag="--freq", depth_flag="--depth")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        (0, r"--freq is a number N of at least 1, .* got 0\."),
-        (-2, r"got -2\."),
-        ("every", r"as in \[0,1,0,1\]; got every\."),
-        ([0, 2], r"got \[0, 2\]\."),
-        ([[0, 1]], r"got \[\[0, 1\]\]\."),
-        ([0, 1, 0], r"--freq says .* has 3 entries for 2 layers\. Give as many as --depth\."),
-    ],
-)
-def test_a_pattern_that_says_nothing_of_these_layers_is_refused(pattern, message):
-    with pytest.raises(ConfigError, match=message):
-        check_layer_pattern(pattern, 2, flag="--freq", depth_flag="--depth")
 
 
 def moe_config(pattern, **settings):

@@ -18,7 +18,6 @@ from megatron_switch.models.t5_layers import (
     T5MLP,
     FinalNorm,
     check_t5_supported,
-    sparse_pattern,
     t5_block_spec,
 )
 from megatron_switch.testing.ranks import run_ranks
@@ -50,9 +49,10 @@ def test_every_part_that_t5_does_otherwise_is_exchanged(decoder):
 )
 def test_a_frequency_says_which_layers_have_experts(frequency, pattern):
     config = t5_config([0, 0, 0], moe_layer_freq=frequency)
-    assert sparse_pattern(config) == tuple(map(bool, pattern))
-    config.num_moe_experts = None
-    assert not any(sparse_pattern(config))
+    for experts, sparse in ((config.num_moe_experts, pattern), (None, (0, 0, 0))):
+        config.num_moe_experts = experts
+        block = t5_block_spec(config, decoder=True, switch_mlp_spec=MARK)
+        assert tuple(layer.submodules.mlp is MARK for layer in block.layer_specs) == sparse
 
 
 @pytest.mark.parametrize(

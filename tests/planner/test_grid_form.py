@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_switch.architecture.model_flags import read_model, shape_of
+from megatron_switch.architecture.model_flags import model_from_flags, read_model
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.grid_form import GridForm, nearest_that_fit, states_by_sharding
@@ -13,7 +13,7 @@ from megatron_switch.planner.search import Request
 @pytest.fixture(scope="module")
 def request_1024():
     return Request(
-        model=shape_of(read_model("gpt-1.6t-128")),
+        model=model_from_flags(read_model("gpt-1.6t-128")),
         training=Training(seq_length=2048, global_batch_size=2048),
         hardware=load_hardware("a100-80gb-hdr"),
         nodes=128,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_switch.architecture.model_flags import read_model, shape_of
+from megatron_switch.architecture.model_flags import model_from_flags, read_model
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.hardware.cluster import load_hardware
@@ -17,7 +17,7 @@ from megatron_switch.planner.search import Request
 @pytest.fixture(scope="module")
 def written():
     request = Request(
-        model=shape_of(read_model("switch-base-128")),
+        model=model_from_flags(read_model("switch-base-128")),
         training=Training(seq_length=512, global_batch_size=256),
         hardware=load_hardware("h100-80gb-ndr"),
         nodes=2,

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_switch.architecture.model_flags import read_model, shape_of
-from megatron_switch.architecture.parameters import GPTShape
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.model_flags import model_from_flags, read_model
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.validation import validate_layout
 from megatron_switch.layout.workload import Training
@@ -21,14 +22,13 @@ from megatron_switch.planner.search import (
     work_out,
 )
 
-SMALL = GPTShape(
-    num_layers=4,
+SMALL = Architecture(
+    decoder=Stack(4, (1, 3)),
     hidden_size=512,
     num_attention_heads=8,
     ffn_hidden_size=2048,
     padded_vocab_size=1024,
     num_experts=8,
-    sparse_layers=(2, 4),
 )
 
 
@@ -73,7 +73,7 @@ def test_the_bound_is_below_every_way_of_training(nodes):
 
 @pytest.mark.parametrize("transformer_engine", [False, True])
 def test_16384_gpus_take_less_than_a_second_of_work(transformer_engine):
-    model = shape_of(read_model("gpt-1.6t-128"))
+    model = model_from_flags(read_model("gpt-1.6t-128"))
     asked = Request(
         model=model,
         training=Training(
@@ -139,7 +139,7 @@ def test_fixed_sizes_are_kept():
 
 def test_no_legal_layout_names_the_rule_and_the_smallest_change():
     asked = request(training=Training(seq_length=255, global_batch_size=3))
-    model = replace(SMALL, num_layers=5, sparse_layers=(2, 4))
+    model = replace(SMALL, decoder=Stack(5, (1, 3)))
     with pytest.raises(
         LayoutError,
         match=r"No layout of 4 GPUs is legal\. The rule that excludes most, \d+% of the choices: "
@@ -173,7 +173,7 @@ def test_a_fixed_number_of_virtual_stages_leaves_out_layouts_that_cannot_have_it
 
 def test_a_model_that_fits_nowhere_names_how_many_gpus_would_do():
     asked = Request(
-        model=shape_of(read_model("gpt-1.6t-128")),
+        model=model_from_flags(read_model("gpt-1.6t-128")),
         training=Training(seq_length=2048, global_batch_size=512),
         hardware=load_hardware("a100-80gb-hdr"),
         nodes=8,
@@ -193,7 +193,7 @@ def test_a_model_that_fits_nowhere_names_how_many_gpus_would_do():
 
 
 def test_a_t5_has_no_pipeline():
-    model = shape_of(read_model("switch-base-128"))
+    model = model_from_flags(read_model("switch-base-128"))
     plans = find_plans(request(model, training=Training(seq_length=512, global_batch_size=256)))
     assert {plan.layout.pp for plan in plans.best} == {1}
 
@@ -211,7 +211,7 @@ def test_a_capacity_group_over_ranks_is_packed():
 def test_layouts_are_ranked_by_tokens_that_are_kept_and_not_by_all_tokens():
     """Larger micro-batches can be slower and still win, because fewer of their tokens drop."""
     asked = Request(
-        model=shape_of(read_model("gpt-1.6t-128")),
+        model=model_from_flags(read_model("gpt-1.6t-128")),
         training=Training(seq_length=2048, global_batch_size=1024),
         hardware=load_hardware("a100-80gb-hdr"),
         nodes=128,

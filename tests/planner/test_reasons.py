@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_switch.architecture.parameters import GPTShape
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.explain import explain
@@ -19,14 +20,13 @@ from megatron_switch.planner.reasons import (
 )
 from megatron_switch.planner.search import Request, with_saving, work_out
 
-MODEL = GPTShape(
-    num_layers=8,
+MODEL = Architecture(
+    decoder=Stack(8, (1, 3, 5, 7)),
     hidden_size=1024,
     num_attention_heads=16,
     ffn_hidden_size=4096,
     padded_vocab_size=32768,
     num_experts=64,
-    sparse_layers=(2, 4, 6, 8),
 )
 TRAINING = Training(seq_length=1024, global_batch_size=8192, micro_batch_size=2)
 REQUEST = Request(model=MODEL, training=TRAINING, hardware=load_hardware("a100-80gb-hdr"), nodes=16)

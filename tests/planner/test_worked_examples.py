@@ -7,7 +7,9 @@ rank where there is no tensor parallelism).
 
 import pytest
 
-from megatron_switch.architecture.parameters import GPTShape, active_parameters, total_parameters
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.parameters import active_parameters, total_parameters
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Capacity, Training
 from megatron_switch.planner.cost.memory import predict_peak
@@ -17,24 +19,22 @@ from megatron_switch.planner.cost.traffic import Traffic
 from megatron_switch.planner.hardware.cluster import load_hardware
 
 A100 = load_hardware("a100-80gb-hdr")
-MANY = GPTShape(
-    num_layers=30,
+MANY = Architecture(
+    decoder=Stack(30, tuple(range(30))),
     hidden_size=2080,
     num_attention_heads=32,
     kv_channels=64,
     ffn_hidden_size=6144,
     padded_vocab_size=50304,
     num_experts=2048,
-    sparse_layers=tuple(range(1, 31)),
 )
-WIDE = GPTShape(
-    num_layers=48,
+WIDE = Architecture(
+    decoder=Stack.switch(48),
     hidden_size=8192,
     num_attention_heads=64,
     ffn_hidden_size=32768,
     padded_vocab_size=50304,
     num_experts=128,
-    sparse_layers=tuple(range(2, 49, 2)),
 )
 
 

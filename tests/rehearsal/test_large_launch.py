@@ -3,7 +3,7 @@
 import pytest
 from support.observed_run import rehearsed
 
-from megatron_switch.architecture.model_flags import read_model, shape_of
+from megatron_switch.architecture.model_flags import model_from_flags, read_model
 from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.commands.cluster.rehearse import model_words
 from megatron_switch.layout.grid import Layout
@@ -23,7 +23,7 @@ def test_a_trillion_parameters_over_a_thousand_ranks():
     (report,) = rehearsed(flags, world_size=1024, ranks=[517])
     stage = LAYOUT.coordinates(517).pp
     assert stage == 2
-    count = stage_parameters(shape_of(read_model(MODEL)), LAYOUT, stage)
+    count = stage_parameters(model_from_flags(read_model(MODEL)), LAYOUT, stage)
     assert report.parameters == {"dense": count.dense, "expert": count.expert}
     state = report.state_bytes
     assert state["expert weights"] == 2 * count.expert

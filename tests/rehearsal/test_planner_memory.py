@@ -10,7 +10,7 @@ import shlex
 import pytest
 from support.observed_run import observed, rehearsed
 
-from megatron_switch.architecture.model_flags import capacity_of, shape_of
+from megatron_switch.architecture.model_flags import capacity_of, model_from_flags
 from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
@@ -68,7 +68,7 @@ def predicted(flags, sizes, *, stage=0, dispatch="padded"):
         device="cpu",
         rotary=True,
     )
-    return predict(shape_of(values), Layout(**sizes), training, stage=stage)
+    return predict(model_from_flags(values), Layout(**sizes), training, stage=stage)
 
 
 def agree(report, memory):

@@ -9,7 +9,7 @@ import shlex
 import pytest
 from support.observed_run import rehearsed
 
-from megatron_switch.architecture.model_flags import capacity_of, shape_of
+from megatron_switch.architecture.model_flags import capacity_of, model_from_flags
 from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
@@ -54,7 +54,7 @@ def predicted(flags, layout, **training):
         "rotary": True,
         "recompute": "full" if "recompute-granularity" in values else "none",
     }
-    return predict(shape_of(values), layout, Training(**common, **training))
+    return predict(model_from_flags(values), layout, Training(**common, **training))
 
 
 def calls(report):

@@ -2,15 +2,17 @@
 
 from typing import Any
 
-MODEL: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 256,
-    "padded_vocab_size": 1024,
-    "num_experts": 8,
-    "sparse_layers": (2,),
-}
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
+
+MODEL = Architecture(
+    decoder=Stack(2, (1,)),
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    padded_vocab_size=1024,
+    num_experts=8,
+)
 TRAINING: dict[str, Any] = {
     "seq_length": 128,
     "micro_batch_size": 4,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_switch.architecture.layer_pattern import stacks_of
 from megatron_switch.checkpoint.convert.gpt_names import GptShape
-from megatron_switch.checkpoint.load.settings_agreement import sparse_layers
 from megatron_switch.errors import CheckpointError
 
 ROUTING = (
@@ -123,7 +123,7 @@ def gpt_from_args(args: Namespace, *, vocab_size: int | None = None) -> GptModel
         tied=not args.untie_embeddings_and_output_weights,
         num_experts=experts,
         expert_hidden_size=int(_of(args, "moe_ffn_hidden_size") or args.ffn_hidden_size),
-        sparse_layers=tuple(sparse_layers(args) or ()),
+        sparse_layers=stacks_of(args)["decoder"].sparse_layers,
     )
     return GptModel(
         shape=shape,

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_switch.architecture.layer_pattern import sparse_layers
 from megatron_switch.checkpoint.load.lr_agreement import check_schedule
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import CheckpointError
@@ -160,7 +161,7 @@ def check_model(stored: Namespace, args: Namespace) -> None:
             args.switch_decoder_layer_freq,
         ),
         Difference("--num-experts", _of(stored, "num_experts") or None, args.num_experts or None),
-        Difference("--moe-layer-freq", sparse_layers(stored), sparse_layers(args)),
+        Difference("--moe-layer-freq", _sparse_layers(stored), _sparse_layers(args)),
         Difference("--num-query-groups", *_query_groups(stored, args)),
     )
     differences += [each for each in derived if each.stored != each.current]
@@ -363,14 +364,14 @@ def _query_groups(*namespaces: Namespace) -> list[int | None]:
     ]
 
 
-def sparse_layers(namespace: Namespace) -> list[int] | None:
+def _sparse_layers(namespace: Namespace) -> list[int] | None:
     """Return the layers with experts, counted from 0, however ``--moe-layer-freq`` said it."""
     if not _of(namespace, "num_experts"):
         return None
-    pattern = _of(namespace, "moe_layer_freq", 1)
-    if isinstance(pattern, int):
-        return [layer for layer in range(namespace.num_layers) if layer % pattern == 0]
-    return [layer for layer, sparse in enumerate(pattern) if sparse]
+    layer_freq = _of(namespace, "moe_layer_freq", 1)
+    # A list that was given for another depth shows as such, beside the depths.
+    depth = len(layer_freq) if isinstance(layer_freq, list) else namespace.num_layers
+    return list(sparse_layers(layer_freq, depth))
 
 
 def _precision(namespace: Namespace) -> str:

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.checkpoint.convert.conversion import (
     Import,
     plan_export,
@@ -40,7 +41,6 @@ from megatron_switch.commands.checkpoints.parsers import convert_parser
 from megatron_switch.data.encoder_decoder import SpecialTokens
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
-from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.checkpoint.convert.conversion import (
     open_weights,
     plan_import,
@@ -43,7 +44,6 @@ from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder
 from megatron_switch.commands.checkpoints.parsers import upcycle_parser
 from megatron_switch.commands.checkpoints.written_arguments import written_arguments
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
-from megatron_switch.models.gpt import switch_layer_pattern
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text
@@ -168,7 +168,7 @@ def _pattern(own: Namespace, shape: Any) -> dict[str, list[int]]:
     if of_decoder[1] is not None:
         given["decoder"] = of_decoder
     patterns = {
-        stack: switch_layer_pattern(depth)
+        stack: Stack.switch(depth).layer_freq
         if given[stack][1] is None
         else _spelled(*given[stack], stack, depth)
         for stack, depth in depths.items()

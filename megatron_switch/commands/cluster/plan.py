@@ -191,7 +191,7 @@ def _request(options: Namespace, model: PlannedModel, hardware: Hardware) -> Req
         transformer_engine=options.transformer_engine or model.training.transformer_engine,
     )
     return Request(
-        model=model.shape,
+        model=model.model,
         training=training,
         hardware=hardware,
         nodes=nodes,

@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.commands.inspect.parsers import SWEPT_FACTORS, parse_capacity_sweep
 from megatron_switch.data.padding import PADDING_MASK, filled_up
@@ -41,7 +42,6 @@ from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.training.inference.trained_model import TrainedModel, open_trained_model
 from megatron_switch.training.logs.console import Console
 from megatron_switch.training.loop.batch import build_datasets
-from megatron_switch.training.loop.gpt_builder import sparse_layers
 from megatron_switch.training.preflight.data import check_token_files
 from megatron_switch.utils.progress import steps_progress
 
@@ -110,7 +110,8 @@ def sweep(
     routers = [module for module in model.module.modules() if isinstance(module, SwitchRouter)]
     if not routers:
         raise ConfigError("The model has no experts, so it has no capacity to look at.")
-    tracker = SwitchMetricsTracker(sparse_layers(model.args), model.args.num_experts)
+    layer_numbers = Architecture.from_args(model.args).sparse_layer_numbers
+    tracker = SwitchMetricsTracker(layer_numbers, model.args.num_experts)
     set_moe_metrics_tracker(tracker)
     rows = []
     steps = len(factors) * len(batches)
@@ -283,7 +284,7 @@ def _print(
             "schema": SCHEMA,
             **facts,
             "capacity_group": model.switch.capacity_group,
-            "layers": list(sparse_layers(model.args)),
+            "layers": list(Architecture.from_args(model.args).sparse_layer_numbers),
             "rows": [asdict(row) for row in rows],
         }
         print(json.dumps(record, allow_nan=False), file=screen.file)

@@ -16,6 +16,7 @@ from rich.console import Console as Screen
 from rich.table import Table
 from torch import Tensor
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.commands.inspect.parsers import experts_parser
 from megatron_switch.data.indexed_files import check_indexed_dataset
@@ -26,7 +27,6 @@ from megatron_switch.moe.routing import RoutedTokens
 from megatron_switch.training.arguments.named_data import named_data
 from megatron_switch.training.inference.trained_model import TrainedModel, open_trained_model
 from megatron_switch.training.logs.console import Console
-from megatron_switch.training.loop.gpt_builder import sparse_layers
 from megatron_switch.utils.progress import steps_progress
 
 
@@ -117,7 +117,7 @@ def expert_table(
     model: TrainedModel, lifts: list[list[TokenLift]], expert_T: Tensor, *, min_count: int
 ) -> Table:
     """Return one row an expert: its share of tokens, and the tokens that prefer it."""
-    layer = sparse_layers(model.args)[-1]
+    layer = Architecture.from_args(model.args).sparse_layer_numbers[-1]
     table = Table(
         "expert",
         "share",

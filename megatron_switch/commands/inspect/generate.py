@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.parameters import total_parameters
 from megatron_switch.commands.inspect.parsers import generate_parser
 from megatron_switch.commands.inspect.t5_generation import conditioned_on
@@ -44,9 +45,7 @@ from megatron_switch.models.sampling import (
 )
 from megatron_switch.moe.counter_rng import mix
 from megatron_switch.training.inference.trained_model import TrainedModel, open_trained_model
-from megatron_switch.training.logs.banner import gpt_shape
 from megatron_switch.training.logs.console import Console
-from megatron_switch.training.loop.gpt_builder import sparse_layers
 from megatron_switch.utils.units import count_text
 
 _STANDARD_INPUT = "-"
@@ -262,7 +261,7 @@ def _following_first_rank(
 
 def _summary(model: TrainedModel) -> str:
     args = model.args
-    count = count_text(total_parameters(gpt_shape(args, sparse_layers(args))).total)
+    count = count_text(total_parameters(Architecture.from_args(args)).total)
     experts = f", {args.num_experts} experts" if args.num_experts else ""
     ranks = f", {args.world_size} ranks" if args.world_size > 1 else ""
     layers = f"{args.num_layers}"

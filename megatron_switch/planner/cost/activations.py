@@ -24,7 +24,9 @@ hidden rows, because gates are float32, and the gradient of one weight matrix.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_switch.architecture.parameters import GPTShape, T5Shape, even_stages
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.parameters import even_stages
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Slots, Training
 from megatron_switch.planner.cost.drop_rate import balanced_drop_rate
@@ -57,19 +59,19 @@ class StageLayers:
 
 
 @lru_cache(maxsize=4096)
-def layers_of_stage(model: GPTShape, pp: int, vp: int, stage: int) -> StageLayers:
+def layers_of_stage(model: Architecture, pp: int, vp: int, stage: int) -> StageLayers:
     """Return the layers on a stage, spread evenly.
 
     Raises:
         LayoutError: If the layers are no multiple of the chunks.
     """
-    layers = even_stages(model.num_layers, Layout(pp, pp=pp, vp=vp))[stage]
-    sparse = len(set(layers) & set(model.sparse_layers))
+    layers = even_stages(model.decoder.num_layers, Layout(pp, pp=pp, vp=vp))[stage]
+    sparse = len(set(layers) & set(model.decoder.sparse_layers))
     return StageLayers(len(layers) - sparse, sparse)
 
 
 @lru_cache(maxsize=4096)
-def telling_stages(model: GPTShape, pp: int, vp: int) -> tuple[int, ...]:
+def telling_stages(model: Architecture, pp: int, vp: int) -> tuple[int, ...]:
     """Return the stages among which the fullest is: first, last, and the one with most experts.
 
     Raises:
@@ -85,7 +87,7 @@ def drop_rate(group_tokens: int, num_experts: int, capacity: int) -> float:
     return balanced_drop_rate(group_tokens, num_experts, capacity)
 
 
-def rows_of_experts(model: GPTShape, layout: Layout, training: Training) -> int:
+def rows_of_experts(model: Architecture, layout: Layout, training: Training) -> int:
     """Return the rows that the experts of a rank compute in one sparse layer and micro-batch."""
     slots = Slots.of(model.num_experts, layout, training)
     if training.dispatch == "padded":
@@ -95,7 +97,9 @@ def rows_of_experts(model: GPTShape, layout: Layout, training: Training) -> int:
     return round(training.rank_tokens(layout) * kept) * layout.etp
 
 
-def kept_by_layers(model: GPTShape, layout: Layout, training: Training, *, stage: int = 0) -> Kept:
+def kept_by_layers(
+    model: Architecture, layout: Layout, training: Training, *, stage: int = 0
+) -> Kept:
     """Return what the layers of a stage keep, for all micro-batches under way.
 
     Args:
@@ -118,16 +122,16 @@ def kept_by_layers(model: GPTShape, layout: Layout, training: Training, *, stage
         buffers += again * training.recompute_layers
         activations = -(-layers.total // training.recompute_layers) * one.stream
         routing = 0
-    if isinstance(model, T5Shape):
-        activations += one.encoder(model)
-        routing += len(model.encoder_sparse_layers) * one.routing
+    if model.encoder is not None:
+        activations += one.encoder(model.encoder)
+        routing += len(model.encoder.sparse_layers) * one.routing
     chunks = chunks_under_way(layout, training, stage)
     activations = activations * chunks // layout.vp
     routing = routing * chunks // layout.vp
     if stage == 0:
         activations += one.embedding * -(-chunks // layout.vp)
         # A tied head's gradient waits for the embedding's.
-        waits = model.tied_head and layout.pp == 1
+        waits = model.share_embeddings_and_output_weights and layout.pp == 1
         buffers += one.vocabulary_gradient if waits else 0
     logits = one.logits if stage == layout.pp - 1 else 0
     return Kept(activations, routing, buffers, logits)
@@ -144,7 +148,7 @@ def chunks_under_way(layout: Layout, training: Training, stage: int) -> int:
 class LayerBytes:
     """Bytes for one micro-batch of one layer of each kind, on one rank."""
 
-    def __init__(self, model: GPTShape, layout: Layout, training: Training) -> None:
+    def __init__(self, model: Architecture, layout: Layout, training: Training) -> None:
         """Compute all of them; see the module's text for the terms."""
         self._model, self._layout, self._training = model, layout, training
         width, size = training.width, model.hidden_size
@@ -157,8 +161,8 @@ class LayerBytes:
         self._norm = self._norm_bytes(on_gpu)
         attention = self._attention_bytes(on_gpu) + self._norm + mask
         dense_hidden = whole * model.ffn_hidden_size // layout.tp * width
-        halves = 2 if model.gated else 1
-        unfused = dense_hidden if model.gated and not training.fused_gate else 0
+        halves = model.fc1_parts
+        unfused = dense_hidden if model.gated_linear_unit and not training.fused_gate else 0
         feed_forward = dense_hidden * (halves + 1) + unfused
         if training.recomputes("mlp"):
             feed_forward = 0
@@ -180,15 +184,15 @@ class LayerBytes:
     def _norm_bytes(self, on_gpu: bool) -> int:
         elements = self._tokens * self._model.hidden_size
         width = self._training.width
-        if on_gpu or self._model.norm == "LayerNorm":
+        if on_gpu or self._model.normalization == "LayerNorm":
             return elements * 2 * width
         return elements * (8 + width)  # torch's RMSNorm on the CPU works in float32, step by step
 
     def _attention_bytes(self, on_gpu: bool) -> int:
         model, layout, width = self._model, self._layout, self._training.width
-        head = model.kv_channels or model.hidden_size // model.num_attention_heads
-        queries = self._whole * head * model.num_attention_heads // layout.tp * width
-        groups = model.num_query_groups or model.num_attention_heads
+        head = model.kv_channels
+        queries = self._whole * model.query_projection_size // layout.tp * width
+        groups = model.num_query_groups
         keys = queries * groups // model.num_attention_heads
         normalisers = self._whole * model.num_attention_heads // layout.tp * 4
         projected = queries + 2 * keys
@@ -203,8 +207,8 @@ class LayerBytes:
         model, layout, training = self._model, self._layout, self._training
         width, size = training.width, model.hidden_size
         rows = rows_of_experts(model, layout, training)
-        hidden = (model.moe_ffn_hidden_size or model.ffn_hidden_size) // layout.etp
-        halves = 2 if model.gated else 1
+        hidden = model.moe_ffn_hidden_size // layout.etp
+        halves = model.fc1_parts
         in_rows = rows * (size + halves * hidden) * width
         if training.transformer_engine and not training.recomputes("moe_act"):
             in_rows += rows * hidden * width
@@ -219,7 +223,7 @@ class LayerBytes:
         if training.transformer_engine:
             working = rows * (2 * size + (1 + halves) * hidden) * width
         else:
-            extra = 2 * halves * width if model.gated else 0
+            extra = 2 * halves * width if model.gated_linear_unit else 0
             working = rows * hidden * (_HIDDEN_BYTES + extra) + rows * size * width + matrix
         self.sparse_buffer = max(self.dense_buffer, working + self.stream)
         self.sparse, self.routing = attention + self._norm + in_rows + mask, routing
@@ -238,12 +242,11 @@ class LayerBytes:
         mask = 0
         if training.hidden_dropout:
             mask = self.stream // width * (1 if training.device == "cuda" else width)
-        stepwise = training.device == "cpu" and model.norm == "RMSNorm"
+        stepwise = training.device == "cpu" and model.normalization == "RMSNorm"
         self.embedding = mask + (self.stream if stepwise else 0)
 
-    def encoder(self, model: T5Shape) -> int:
+    def encoder(self, encoder: Stack) -> int:
         """Return what an encoder keeps, and the decoder's attention to it."""
-        dense = model.encoder_layers - len(model.encoder_sparse_layers)
-        own = dense * self.dense + len(model.encoder_sparse_layers) * self.sparse
+        own = encoder.num_dense * self.dense + len(encoder.sparse_layers) * self.sparse
         cross = self._attention_bytes(self._training.device == "cuda") + self._norm
-        return own + model.num_layers * cross
+        return own + self._model.decoder.num_layers * cross

@@ -9,12 +9,12 @@ as fine as they can be, and of the state only what no saving removes is counted.
 import math
 from dataclasses import dataclass, replace
 
-from megatron_switch.architecture.parameters import GPTShape, T5Shape, total_parameters
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.parameters import total_parameters
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.workload import Capacity, Training
 from megatron_switch.planner.cost.timing import dropped_share, micro_batch_flops
-from megatron_switch.planner.cost.traffic import key_value_width
 from megatron_switch.planner.hardware.cluster import Hardware
 
 
@@ -33,7 +33,7 @@ class Bound:
 
     def __init__(
         self,
-        model: GPTShape,
+        model: Architecture,
         training: Training,
         hardware: Hardware,
         world_size: int,
@@ -57,18 +57,18 @@ class Bound:
         # Read for each of thousands of choices.
         self._width = training.width
         self._gradient_width = 4 if training.fp32_gradients else training.width
-        self._key_values = key_value_width(model)
-        self._sparse = len(model.sparse_layers)
-        self._pairs = 2 * model.num_layers - self._sparse
-        if isinstance(model, T5Shape):
-            encoder = len(model.encoder_sparse_layers)
+        self._key_values = 2 * model.kv_projection_size
+        self._sparse = len(model.decoder.sparse_layers)
+        self._pairs = 2 * model.decoder.num_layers - self._sparse
+        if model.encoder is not None:
+            encoder = len(model.encoder.sparse_layers)
             self._sparse += encoder
-            self._pairs += 2 * model.encoder_layers - encoder + model.num_layers
+            self._pairs += 2 * model.encoder.num_layers - encoder + model.decoder.num_layers
         self._model, self._training, self._hardware = model, training, hardware
         self._ranks, self._budget = world_size, hardware.budget
         self._parameters = total_parameters(model)
-        ends = model.padded_vocab_size * model.hidden_size * (1 if model.tied_head else 2)
-        routers = len(model.sparse_layers) * model.num_experts * model.hidden_size
+        ends = model.padded_vocab_size * model.hidden_size * model.vocabulary_matrices
+        routers = len(model.decoder.sparse_layers) * model.num_experts * model.hidden_size
         self._blocks = max(0, self._parameters.dense - ends - routers)
         # One micro-batch of one sequence on one rank; dropping is the least work.
         self._kept = 1.0 - _least_dropped(model, training)
@@ -76,8 +76,8 @@ class Bound:
         flops = micro_batch_flops(model, Layout(1), sequence)
         self._routed = 1.0 - dropped_share(model, Layout(1), sequence)
         if model.num_experts:
-            halves, size = (3 if model.gated else 2), model.hidden_size
-            width = model.moe_ffn_hidden_size or model.ffn_hidden_size
+            halves, size = model.fc1_parts + 1, model.hidden_size
+            width = model.moe_ffn_hidden_size
             flops -= (
                 6
                 * self._sparse
@@ -118,7 +118,7 @@ class Bound:
         if min(states.values()) > budget:
             return math.inf
         hardware = self._hardware
-        finest = (chunks or self._model.num_layers // sizes.pp) * (
+        finest = (chunks or self._model.decoder.num_layers // sizes.pp) * (
             micro_batches or self._sequences(sizes)
         )
         bubble = (sizes.pp - 1) / finest
@@ -196,7 +196,7 @@ class Bound:
         one = tokens * self._key_values * self._width / sizes.tp
         inside = sizes.tp * sizes.cp <= self._hardware.gpus_per_node
         link = self._hardware.node if inside else self._hardware.network
-        sent = 3 * (sizes.cp - 1) * self._model.num_layers / sizes.pp * one
+        sent = 3 * (sizes.cp - 1) * self._model.decoder.num_layers / sizes.pp * one
         return sent / (link.alltoall_gb_s * 1e9)
 
     def _exchange_seconds(self, sizes: Sizes) -> float:
@@ -245,7 +245,7 @@ def _bounded(capacity: Capacity) -> Capacity:
     return replace(capacity, group="microbatch") if capacity.group == "ep" else capacity
 
 
-def _least_dropped(model: GPTShape, training: Training) -> float:
+def _least_dropped(model: Architecture, training: Training) -> float:
     """Return the share of tokens dropped at least, at the largest micro-batch."""
     if not model.num_experts or training.capacity.group == "ep":
         return 0.0

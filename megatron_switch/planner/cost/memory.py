@@ -11,7 +11,7 @@ or the optimizer's step is the peak, with its own needs and no activations.
 
 from dataclasses import dataclass
 
-from megatron_switch.architecture.parameters import GPTShape
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.cost.activations import kept_by_layers, telling_stages
@@ -79,7 +79,9 @@ class MemoryByPart:
         }
 
 
-def predict(model: GPTShape, layout: Layout, training: Training, *, stage: int = 0) -> MemoryByPart:
+def predict(
+    model: Architecture, layout: Layout, training: Training, *, stage: int = 0
+) -> MemoryByPart:
     """Return the memory of a rank of one pipeline stage at the peak of a step.
 
     Args:
@@ -108,7 +110,9 @@ def predict(model: GPTShape, layout: Layout, training: Training, *, stage: int =
     )
 
 
-def predict_peak(model: GPTShape, layout: Layout, training: Training) -> tuple[int, MemoryByPart]:
+def predict_peak(
+    model: Architecture, layout: Layout, training: Training
+) -> tuple[int, MemoryByPart]:
     """Return the stage that needs most, and its memory."""
     stages = telling_stages(model, layout.pp, layout.vp)
     by_stage = {stage: predict(model, layout, training, stage=stage) for stage in stages}

@@ -15,7 +15,12 @@ expert's state takes ``6 P_e / M + 12 P_e / N`` bytes a rank with M = EP x ETP x
 
 from dataclasses import dataclass
 
-from megatron_switch.architecture.parameters import GPTShape, ParameterCount, stage_parameters
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.parameters import (
+    ParameterCount,
+    experts_of_layer,
+    stage_parameters,
+)
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
 
@@ -58,7 +63,7 @@ class RankState:
 
 
 def state_bytes(
-    model: GPTShape, layout: Layout, training: Training, *, stage: int = 0
+    model: Architecture, layout: Layout, training: Training, *, stage: int = 0
 ) -> RankState:
     """Return the state of a rank of one pipeline stage.
 
@@ -68,7 +73,7 @@ def state_bytes(
     count = stage_parameters(model, layout, stage)
     owned = None
     if training.sharding == "fully_sharded" and count.expert:
-        owned = count.expert // _experts_of_layer(model, layout)
+        owned = count.expert // experts_of_layer(model, layout)
         owned *= _owned_of_layer(model, layout, training)
     expert, expert_host = _of(count.expert, layout.edp, training, owned)
     dense, dense_host = _of(count.dense, layout.dp * layout.cp, training)
@@ -97,30 +102,23 @@ def _of(
     return StateBytes(weights, gradients, optimizer), 0
 
 
-def _experts_of_layer(model: GPTShape, layout: Layout) -> int:
-    """Return the parameters in the experts of one sparse layer on a rank."""
-    width = (model.moe_ffn_hidden_size or model.ffn_hidden_size) // layout.etp
-    matrices = 3 if model.gated else 2
-    return model.num_experts // layout.ep * matrices * model.hidden_size * width
-
-
-def _owned_of_layer(model: GPTShape, layout: Layout, training: Training) -> int:
+def _owned_of_layer(model: Architecture, layout: Layout, training: Training) -> int:
     """Return how many of them Megatron-FSDP gives to one of their copies.
 
     It cuts a tensor between entries of its first axis only. Experts of plain torch modules are
     stacked along it, so that no matrix of an expert is cut, and some copies may own none.
     """
-    whole = _experts_of_layer(model, layout)
+    whole = experts_of_layer(model, layout)
     if training.transformer_engine:
         return -(-whole // layout.edp)
-    width = (model.moe_ffn_hidden_size or model.ffn_hidden_size) // layout.etp
-    matrix = (2 if model.gated else 1) * model.hidden_size * width
+    width = model.moe_ffn_hidden_size // layout.etp
+    matrix = model.fc1_parts * model.hidden_size * width
     pieces = -(-whole // matrix)
     return -(-pieces // layout.edp) * matrix
 
 
 def _gathered(
-    count: ParameterCount, model: GPTShape, layout: Layout, training: Training
+    count: ParameterCount, model: Architecture, layout: Layout, training: Training
 ) -> tuple[int, ...]:
     """Return bytes of whole weights and gradients as a backward pass goes through the layers.
 
@@ -131,8 +129,9 @@ def _gathered(
     """
     if training.sharding != "fully_sharded":
         return ()
-    layers, lots = model.num_layers // layout.pp, max(1, len(model.sparse_layers) // layout.pp)
-    ends = model.padded_vocab_size // layout.tp * model.hidden_size * (1 if model.tied_head else 2)
+    layers = model.decoder.num_layers // layout.pp
+    lots = max(1, len(model.decoder.sparse_layers) // layout.pp)
+    ends = model.padded_vocab_size // layout.tp * model.hidden_size * model.vocabulary_matrices
     experts = 0
     if count.expert:
         experts = _owned_of_layer(model, layout, training) * layout.edp
@@ -150,7 +149,7 @@ def _gathered(
     return (*phases, ends * (training.width + gradient) + min(lots, wait) * lot * gradient)
 
 
-def _step(count: ParameterCount, model: GPTShape, layout: Layout, training: Training) -> int:
+def _step(count: ParameterCount, model: Architecture, layout: Layout, training: Training) -> int:
     """Return the bytes that Adam allocates while it works.
 
     Transformer Engine's (and Apex's) fused kernel needs none. torch's holds the roots of all second
@@ -162,8 +161,8 @@ def _step(count: ParameterCount, model: GPTShape, layout: Layout, training: Trai
     copies = (1, 1) if replicated else (layout.edp, layout.dp * layout.cp)
     if training.device == "cuda":
         return 4 * (-(-count.expert // copies[0]) + -(-count.dense // copies[1]))
-    hidden = (model.moe_ffn_hidden_size or model.ffn_hidden_size) // layout.etp
-    halves = 2 if model.gated else 1
+    hidden = model.moe_ffn_hidden_size // layout.etp
+    halves = model.fc1_parts
     expert = model.num_experts // layout.ep * model.hidden_size * hidden * halves
     vocabulary = model.padded_vocab_size // layout.tp * model.hidden_size
     dense = halves * model.hidden_size * (model.ffn_hidden_size // layout.tp)

@@ -15,7 +15,8 @@ and causal attention. Recomputation and empty slots are none.
 
 from dataclasses import dataclass
 
-from megatron_switch.architecture.parameters import GPTShape, T5Shape, active_parameters
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.parameters import active_parameters
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Slots, Training
 from megatron_switch.planner.cost.activations import (
@@ -67,7 +68,9 @@ class Timing:
         return self.seconds_of("all-to-all") * (1 + self.bubble) / self.step
 
 
-def predict_step(model: GPTShape, layout: Layout, training: Training, hardware: Hardware) -> Timing:
+def predict_step(
+    model: Architecture, layout: Layout, training: Training, hardware: Hardware
+) -> Timing:
     """Return the time of one step.
 
     Raises:
@@ -103,15 +106,15 @@ def predict_step(model: GPTShape, layout: Layout, training: Training, hardware: 
     )
 
 
-def useful_flops(model: GPTShape, seq_length: int) -> float:
+def useful_flops(model: Architecture, seq_length: int) -> float:
     """Return the operations of forward and backward that one token needs."""
-    layers = model.num_layers
-    if isinstance(model, T5Shape):
-        layers += model.encoder_layers + model.num_layers
-    return 6.0 * active_parameters(model) + 6.0 * layers * _queries(model) * seq_length
+    layers = model.decoder.num_layers
+    if model.encoder is not None:
+        layers += model.encoder.num_layers + model.decoder.num_layers
+    return 6.0 * active_parameters(model) + 6.0 * layers * model.query_projection_size * seq_length
 
 
-def micro_batch_flops(model: GPTShape, layout: Layout, training: Training) -> float:
+def micro_batch_flops(model: Architecture, layout: Layout, training: Training) -> float:
     """Return the operations of one rank for one micro-batch, forward and backward, padding too.
 
     They are those of the stage with most to do. The head is spread over the stages, as if layers
@@ -124,23 +127,25 @@ def micro_batch_flops(model: GPTShape, layout: Layout, training: Training) -> fl
     return max(_stage_flops(model, layout, training, layers) for layers in stages)
 
 
-def _stage_flops(model: GPTShape, layout: Layout, training: Training, layers: StageLayers) -> float:
-    size, queries = model.hidden_size, _queries(model)
-    halves = 3 if model.gated else 2
+def _stage_flops(
+    model: Architecture, layout: Layout, training: Training, layers: StageLayers
+) -> float:
+    size, queries = model.hidden_size, model.query_projection_size
+    halves = model.fc1_parts + 1
     whole = training.seq_length * training.micro_batch_size / (layout.tp * layout.cp)
-    groups = model.num_query_groups or model.num_attention_heads
+    groups = model.num_query_groups
     attention = 2 * size * queries * (1 + groups / model.num_attention_heads)
     attention += queries * training.seq_length  # scores and context, half of them causal
     blocks, dense, sparse = layers.total, layers.dense, layers.sparse
-    if isinstance(model, T5Shape):
-        blocks += model.encoder_layers + model.num_layers
-        sparse += len(model.encoder_sparse_layers)
-        dense += model.encoder_layers - len(model.encoder_sparse_layers)
+    if model.encoder is not None:
+        blocks += model.encoder.num_layers + model.decoder.num_layers
+        sparse += len(model.encoder.sparse_layers)
+        dense += model.encoder.num_dense
     dense_flops = 2 * whole * dense * halves * size * model.ffn_hidden_size
     other = 2 * whole * (blocks * attention + model.padded_vocab_size * size / layout.pp)
     routed = 0.0
     if model.num_experts:
-        hidden = (model.moe_ffn_hidden_size or model.ffn_hidden_size) / layout.etp
+        hidden = model.moe_ffn_hidden_size / layout.etp
         rows = rows_of_experts(model, layout, training)
         router = training.rank_tokens(layout) * size * model.num_experts
         routed = 2 * sparse * (halves * size * hidden * rows + router)
@@ -151,17 +156,12 @@ def _stage_flops(model: GPTShape, layout: Layout, training: Training, layers: St
     return dense_times * dense_flops + 3 * other + routed_times * routed
 
 
-def dropped_share(model: GPTShape, layout: Layout, training: Training) -> float:
+def dropped_share(model: Architecture, layout: Layout, training: Training) -> float:
     """Return the share of tokens that a balanced router drops in a sparse layer."""
     if not model.num_experts:
         return 0.0
     slots = Slots.of(model.num_experts, layout, training)
     return drop_rate(slots.group_tokens, model.num_experts, slots.capacity)
-
-
-def _queries(model: GPTShape) -> int:
-    head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    return head * model.num_attention_heads
 
 
 def _optimizer_seconds(

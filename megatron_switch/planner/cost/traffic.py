@@ -23,7 +23,8 @@ Source of the counts: Megatron-Core 0.19.2 and ``moe.dispatcher``; of the links:
 
 from dataclasses import dataclass
 
-from megatron_switch.architecture.parameters import GPTShape, T5Shape, stage_parameters
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.nodes import GroupSpread, group_spread
 from megatron_switch.layout.workload import Training
@@ -101,12 +102,6 @@ def all_to_all(payload: float, spread: GroupSpread, hardware: Hardware) -> AllTo
     return AllToAll(payload, inside, across, flat, two_level)
 
 
-def key_value_width(model: GPTShape) -> int:
-    """Return the width of all keys and values of a token in one layer."""
-    head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    return 2 * head * (model.num_query_groups or model.num_attention_heads)
-
-
 def ring_seconds(num_bytes: float, calls: int, spread: GroupSpread, hardware: Hardware) -> float:
     """Return the time of ring collectives that send ``num_bytes`` a rank in all."""
     link = hardware.node if spread.nodes == 1 else hardware.network
@@ -117,7 +112,7 @@ class Traffic:
     """Communication of one rank in one layout; the sums over a step."""
 
     def __init__(
-        self, model: GPTShape, layout: Layout, training: Training, hardware: Hardware
+        self, model: Architecture, layout: Layout, training: Training, hardware: Hardware
     ) -> None:
         """Note the inputs; everything is computed when asked for.
 
@@ -134,11 +129,11 @@ class Traffic:
         self._layers = stages[0].total
         counts = [stage_parameters(model, layout, number) for number in numbers]
         self.parameters = max(counts, key=lambda count: count.total)
-        if isinstance(model, T5Shape):
-            sparse = len(model.encoder_sparse_layers)
-            self.sparse_layers += sparse
-            self._dense += model.encoder_layers - sparse
-            self._layers += model.encoder_layers + model.num_layers  # cross attention is one more
+        if model.encoder is not None:
+            self.sparse_layers += len(model.encoder.sparse_layers)
+            self._dense += model.encoder.num_dense
+            # Attention to the encoder is one more in each layer of the decoder.
+            self._layers += model.encoder.num_layers + model.decoder.num_layers
         self._elements = training.width * model.hidden_size
 
     def spread(self, *axes: str) -> GroupSpread:
@@ -218,7 +213,7 @@ class Traffic:
         calls = 3 * (spread.members - 1) * self._layers * self._micro_batches
         training, layout = self._training, self._layout
         tokens = training.seq_length * training.micro_batch_size / layout.cp
-        one = tokens * key_value_width(self._model) * training.width / layout.tp
+        one = tokens * 2 * self._model.kv_projection_size * training.width / layout.tp
         link = self._hardware.node if spread.nodes == 1 else self._hardware.network
         sent = calls * one
         seconds = sent / (link.alltoall_gb_s * 1e9) + calls * link.alltoall_latency_us * 1e-6

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.errors import ConfigError
-from megatron_switch.models.gpt import switch_layer_pattern
 from megatron_switch.training.arguments.parser import CommandLine
 from megatron_switch.training.arguments.t5_arguments import fill_t5
 
@@ -96,7 +96,7 @@ def _fill_model(line: CommandLine) -> None:
     args: Namespace = line.args
     if "moe_layer_freq" not in line.explicit and args.num_layers is not None:
         # An integer frequency N means layers 0, N, 2N, ... to Megatron; Switch starts at 1.
-        args.moe_layer_freq = switch_layer_pattern(args.num_layers)
+        args.moe_layer_freq = Stack.switch(args.num_layers).layer_freq
     if args.switch_recipe == "megatron" and "switch_eval_capacity_factor" not in line.explicit:
         # Megatron knows one factor, and takes it in evaluation too; None drops nothing.
         given = args.moe_expert_capacity_factor

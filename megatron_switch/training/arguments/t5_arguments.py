@@ -14,22 +14,18 @@ drawn with deviation 1). Where that is what T5 *is*, another explicit value is r
 """
 
 from argparse import Namespace
-from collections.abc import Iterable
 
-from megatron.training.arguments import moe_freq_type
-
+from megatron_switch.architecture.layer_pattern import stacks_of
+from megatron_switch.architecture.model import T5_ARGUMENTS
 from megatron_switch.data.span_corruption import plan_spans
 from megatron_switch.data.text_to_text import SUFFIX
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.flags.argv import flag_name
-from megatron_switch.models.gpt import check_layer_pattern, switch_layer_pattern
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.arguments.parser import CommandLine
 
 _DEFAULTS: dict[str, object] = {
-    "normalization": "RMSNorm",
-    "layernorm_epsilon": 1e-6,
-    "add_bias_linear": False,
+    **T5_ARGUMENTS,
     "embedding_init_method_std": 1.0,
     # These kernels know gelu and silu only.
     "bias_gelu_fusion": False,
@@ -102,7 +98,7 @@ def check_t5(args: Namespace) -> None:
                 f"{flag} cannot be used with --switch-arch t5. {reason} Leave it out."
             )
     if args.num_experts:
-        stack_frequencies(args)
+        stacks_of(args)
     _check_paths(args)
     length, size = args.decoder_seq_length, args.tensor_model_parallel_size
     if args.sequence_parallel and length % size:
@@ -126,50 +122,6 @@ def data_paths(args: Namespace) -> list[str]:
 def reads_pairs(args: Namespace) -> bool:
     """Whether the data flags name pairs of texts."""
     return any(map(is_pairs, data_paths(args)))
-
-
-def stack_frequencies(args: Namespace) -> tuple[int | list[int], int | list[int]]:
-    """Return which layers have experts, of the encoder and of the decoder.
-
-    Args:
-        args: Arguments after :func:`fill_t5`.
-
-    Returns:
-        Two values in the form of ``--moe-layer-freq``.
-
-    Raises:
-        ConfigError: The decoder's pattern is none, or not one of its layers.
-    """
-    encoder: int | list[int] = args.moe_layer_freq
-    given = args.switch_decoder_layer_freq
-    if given is not None:
-        flags = {"flag": "--switch-decoder-layer-freq", "depth_flag": "--decoder-num-layers"}
-        try:
-            decoder: int | list[int] = moe_freq_type(given)
-        except (ValueError, SyntaxError, TypeError):  # it is evaluated as Python
-            decoder = given
-        check_layer_pattern(decoder, args.decoder_num_layers, **flags)
-    elif isinstance(encoder, int) or len(encoder) == args.decoder_num_layers:
-        decoder = encoder
-    else:
-        decoder = switch_layer_pattern(args.decoder_num_layers)
-    return encoder, decoder
-
-
-def t5_sparse_layers(args: Namespace) -> tuple[int, ...]:
-    """Return the 1-based numbers of the layers with experts; the decoder's follow the encoder's."""
-    encoder, decoder = stack_frequencies(args)
-    depth = args.num_layers
-    return (
-        *_numbers(encoder, depth, before=0),
-        *_numbers(decoder, args.decoder_num_layers, before=depth),
-    )
-
-
-def _numbers(frequency: int | list[int], depth: int, *, before: int) -> Iterable[int]:
-    if isinstance(frequency, int):
-        frequency = [int(layer % frequency == 0) for layer in range(depth)]
-    return [before + number for number, is_sparse in enumerate(frequency, start=1) if is_sparse]
 
 
 def _fill_depths(args: Namespace) -> None:

@@ -33,6 +33,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_switch import parallel_state
+from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state, read_index
 from megatron_switch.checkpoint.load.files import (
     FoundCheckpoint,
@@ -47,7 +48,6 @@ from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.flags.megatron_moe import check_megatron_flags
 from megatron_switch.layout.grid import Layout
-from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine, parse_command_line
 from megatron_switch.training.arguments.stored_arguments import with_stored_model

@@ -6,9 +6,9 @@ Every value is the one in force, after defaults, recipes and checkpoints have ha
 from argparse import Namespace
 from itertools import pairwise
 
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.parameters import (
-    GPTShape,
-    T5Shape,
     active_parameters,
     stage_parameters,
     total_parameters,
@@ -24,7 +24,6 @@ def banner(
     switch: SwitchConfig,
     layout: Layout,
     *,
-    sparse_layers: tuple[int, ...],
     device: str,
     ranks_per_node: int,
     set_here: tuple[str, ...],
@@ -36,16 +35,17 @@ def banner(
         args: Validated arguments.
         switch: Switch settings, resolved.
         layout: The rank grid.
-        sparse_layers: 1-based numbers of the layers with experts.
         device: ``cuda`` or ``cpu``.
         ranks_per_node: Ranks on each host.
         set_here: Flags that were set because of device and installed packages.
         log_text: Where everything else is printed.
     """
-    parts = [_model(args, layout, sparse_layers)]
-    if sparse_layers:
+    model = Architecture.from_args(args)
+    has_experts = bool(model.sparse_layer_numbers)
+    parts = [_model(args, model, layout)]
+    if has_experts:
         parts.append(_semantics(args, switch))
-    parts.append(_precision(args, sparse_layers))
+    parts.append(_precision(args, has_experts=has_experts))
     parts.append(_device(args, device))
     if set_here:
         parts.append(f"set to suit {' '.join(set_here)}")
@@ -59,35 +59,34 @@ def banner(
     return "\n".join(parts) + f"\n\n{table}\n"
 
 
-def _model(args: Namespace, layout: Layout, sparse_layers: tuple[int, ...]) -> str:
-    shape = gpt_shape(args, sparse_layers)
-    layers = _stack(args.num_layers, sparse_layers)
-    if isinstance(shape, T5Shape):
-        layers = (
-            f"t5, encoder of {_stack(shape.encoder_layers, shape.encoder_sparse_layers)}, decoder "
-            f"of {_stack(shape.num_layers, shape.sparse_layers)}"
-        )
-    experts = f", {args.num_experts} experts" if sparse_layers else ""
+def _model(args: Namespace, model: Architecture, layout: Layout) -> str:
+    layers = _layers(model.decoder)
+    if model.encoder is not None:
+        layers = f"t5, encoder of {_layers(model.encoder)}, decoder of {layers}"
+    experts = f", {model.num_experts} experts" if model.sparse_layer_numbers else ""
     return (
-        f"model       {layers}, width {args.hidden_size}{experts}\n"
-        f"parameters  {count_text(total_parameters(shape).total)} in all, "
-        f"{count_text(active_parameters(shape))} active for a token"
-        f"{_on_a_rank(args, shape, layout)}"
+        f"model       {layers}, width {model.hidden_size}{experts}\n"
+        f"parameters  {count_text(total_parameters(model).total)} in all, "
+        f"{count_text(active_parameters(model))} active for a token"
+        f"{_on_a_rank(args, model, layout)}"
     )
 
 
-def _stack(num_layers: int, sparse_layers: tuple[int, ...]) -> str:
-    kinds = f"all {num_layers} dense"
-    if sparse_layers:
-        dense = [n for n in range(1, num_layers + 1) if n not in sparse_layers]
-        kinds = f"sparse {_ranges(sparse_layers)}; dense {_ranges(tuple(dense)) or 'none'}"
-    return f"{num_layers} layers ({kinds})"
+def _layers(stack: Stack) -> str:
+    """Return the kinds of a stack's layers, counted from 1 as Megatron's logs do."""
+    kinds = f"all {stack.num_layers} dense"
+    if stack.sparse_layers:
+        numbers: dict[int, list[int]] = {0: [], 1: []}
+        for number, has_experts in enumerate(stack.layer_freq, start=1):
+            numbers[has_experts].append(number)
+        kinds = f"sparse {_ranges(numbers[1])}; dense {_ranges(numbers[0]) or 'none'}"
+    return f"{stack.num_layers} layers ({kinds})"
 
 
-def _on_a_rank(args: Namespace, shape: GPTShape, layout: Layout) -> str:
+def _on_a_rank(args: Namespace, model: Architecture, layout: Layout) -> str:
     if has_uneven_stages(args):  # Megatron places the layers later; the log has its count
         return ""
-    counts = [stage_parameters(shape, layout, stage).total for stage in range(layout.pp)]
+    counts = [stage_parameters(model, layout, stage).total for stage in range(layout.pp)]
     least, most = count_text(min(counts)), count_text(max(counts))
     return f", {least if least == most else f'{least} to {most}'} on a rank"
 
@@ -123,11 +122,11 @@ def _semantics(args: Namespace, switch: SwitchConfig) -> str:
     )
 
 
-def _precision(args: Namespace, sparse_layers: tuple[int, ...]) -> str:
+def _precision(args: Namespace, *, has_experts: bool) -> str:
     model = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     gradients = "fp32" if args.accumulate_allreduce_grads_in_fp32 or model == "fp32" else model
-    parts = f"experts and dense layers {model}" if sparse_layers else f"layers {model}"
-    router = ", router fp32" if sparse_layers else ""
+    parts = f"experts and dense layers {model}" if has_experts else f"layers {model}"
+    router = ", router fp32" if has_experts else ""
     return f"precision   {parts}{router}, gradients summed in {gradients}"
 
 
@@ -138,52 +137,6 @@ def _device(args: Namespace, device: str) -> str:
     return f"device      {device}, {ranks}, modules of {modules}"
 
 
-def gpt_shape(args: Namespace, sparse_layers: tuple[int, ...]) -> GPTShape:
-    """Return what decides the number of parameters, from validated arguments."""
-    if args.switch_arch == "t5":
-        return _t5_shape(args, sparse_layers)
-    learned = args.position_embedding_type == "learned_absolute"
-    return GPTShape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size if sparse_layers else None,
-        num_experts=args.num_experts or 0,
-        sparse_layers=sparse_layers,
-        padded_vocab_size=args.padded_vocab_size,
-        tied_head=not args.untie_embeddings_and_output_weights,
-        learned_positions=args.max_position_embeddings if learned else 0,
-        gated=args.swiglu,
-        linear_bias=args.add_bias_linear,
-        qkv_bias=args.add_qkv_bias,
-        norm=args.normalization,
-        qk_norm=args.qk_layernorm,
-    )
-
-
-def _t5_shape(args: Namespace, sparse_layers: tuple[int, ...]) -> T5Shape:
-    depth = args.num_layers  # the encoder's, whose layers are numbered first
-    return T5Shape(
-        num_layers=args.decoder_num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size if sparse_layers else None,
-        num_experts=args.num_experts or 0,
-        sparse_layers=tuple(number - depth for number in sparse_layers if number > depth),
-        padded_vocab_size=args.padded_vocab_size,
-        tied_head=not args.untie_embeddings_and_output_weights,
-        gated=args.switch_activation == "gated-gelu",
-        encoder_layers=depth,
-        encoder_sparse_layers=tuple(number for number in sparse_layers if number <= depth),
-        relative_buckets=args.relative_attention_num_buckets,
-    )
-
-
 def _factor(factor: float | None) -> str:
     return "none (dropless)" if factor is None or factor < 0 else str(factor)
 
@@ -192,7 +145,7 @@ def _one(value: float | list[float]) -> float:
     return value[0] if isinstance(value, list) else value
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
+def _ranges(numbers: list[int]) -> str:
     """Write numbers as ``1, 3, 5`` or, where every second one is meant, ``2, 4, ..., 24``."""
     steps = {later - earlier for earlier, later in pairwise(numbers)}
     if len(numbers) > 4 and len(steps) == 1:

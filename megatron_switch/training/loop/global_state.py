@@ -19,9 +19,9 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import rebuild_tokenizer, set_global_variables
 
 from megatron_switch import parallel_state
+from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.layout.grid import Layout
-from megatron_switch.models.vocabulary import padded_vocab_size
 from megatron_switch.upstream.private import HashStore, fake_store, install_signal_handler
 
 

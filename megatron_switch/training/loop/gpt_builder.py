@@ -15,7 +15,6 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.models.gpt import check_supported, switch_gpt_layer_spec
 from megatron_switch.moe.switch_mlp import switch_mlp_spec
-from megatron_switch.training.arguments.t5_arguments import t5_sparse_layers
 from megatron_switch.training.loop.global_state import words_of
 from megatron_switch.training.loop.t5_builder import t5_model_config
 
@@ -77,18 +76,3 @@ def resolve_dispatch(
             "padded dispatch cannot hold in buffers of one. Use --switch-dispatch packed."
         )
     return switch
-
-
-def sparse_layers(args: Namespace) -> tuple[int, ...]:
-    """Return the 1-based numbers of the layers with experts, a decoder's after its encoder's."""
-    if not args.num_experts:
-        return ()
-    if args.switch_arch == "t5":
-        return t5_sparse_layers(args)
-    frequency = args.moe_layer_freq
-    pattern = (
-        frequency
-        if isinstance(frequency, list)
-        else [int(layer % frequency == 0) for layer in range(args.num_layers)]
-    )
-    return tuple(layer + 1 for layer, is_sparse in enumerate(pattern) if is_sparse)

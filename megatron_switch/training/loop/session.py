@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.load.files import checkpoint_folder
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
@@ -41,7 +42,7 @@ from megatron_switch.training.loop.global_state import (
     training_seconds,
     validate,
 )
-from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch, sparse_layers
+from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 from megatron_switch.training.loop.nonfinite import NonFiniteGuard
 from megatron_switch.training.loop.t5_batch import T5ForwardStep, t5_datasets_provider
 from megatron_switch.training.preflight.data import check_data
@@ -190,7 +191,6 @@ class _Run:
         check_model_memory(
             self._args,
             layout,
-            sparse_layers=sparse_layers(self._args),
             device=self._device,
             ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
@@ -220,7 +220,6 @@ class _Run:
                 args,
                 self._switch,
                 layout,
-                sparse_layers=sparse_layers(args),
                 device=self._device,
                 ranks_per_node=ranks_per_node,
                 set_here=self._set_here,
@@ -235,7 +234,7 @@ class _Run:
         writer = self._writer()
         t5 = args.switch_arch == "t5"
         tracker = SwitchMetricsTracker(
-            sparse_layers(args),
+            Architecture.from_args(args).sparse_layer_numbers,
             args.num_experts or 1,
             encoder_layers=args.num_layers if t5 else 0,
             on_report=self._on_report(writer, console),
@@ -297,7 +296,8 @@ class _Run:
         if writer is not None:
             listeners.append(writer.add_routing)
         if args.rank == 0 and args.num_experts:
-            facts = CapacityFacts.of(args, self._switch, num_sparse_layers=len(sparse_layers(args)))
+            num_sparse = len(Architecture.from_args(args).sparse_layer_numbers)
+            facts = CapacityFacts.of(args, self._switch, num_sparse_layers=num_sparse)
             warm_up = max(args.lr_warmup_iters or 0, _SETTLING)
             listeners.append(DropWatch(facts, warm_up=warm_up, say=console.say))
 

@@ -35,6 +35,7 @@ from megatron.training import training as megatron
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_switch import parallel_state
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.config import SwitchConfig
 from megatron_switch.moe.metrics.routing_counts import RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
@@ -42,7 +43,7 @@ from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine
 from megatron_switch.training.loop.batch import ForwardStep
 from megatron_switch.training.loop.global_state import begin_megatron, validate
-from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch, sparse_layers
+from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 from megatron_switch.training.preflight.flags import check_before_megatron
 from megatron_switch.training.preflight.layout import check_layout
 from megatron_switch.upstream.private import model_parallel_groups
@@ -94,7 +95,7 @@ class SteppedRun:
         self._forward_step = ForwardStep(seed=args.seed, keyed=False)
         self._reports: list[RoutingReport] = []
         self._tracker = SwitchMetricsTracker(
-            sparse_layers(args),
+            Architecture.from_args(args).sparse_layer_numbers,
             args.num_experts,
             on_report=lambda report, iteration: self._reports.append(report),
         )

@@ -15,11 +15,11 @@ from megatron.training.argument_utils import (
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
 
+from megatron_switch.architecture.layer_pattern import Stack, stacks_of
 from megatron_switch.config import SwitchConfig
 from megatron_switch.models.t5 import SwitchT5Model
 from megatron_switch.models.t5_layers import check_t5_supported
 from megatron_switch.moe.switch_mlp import switch_mlp_spec
-from megatron_switch.training.arguments.t5_arguments import stack_frequencies
 
 
 @dataclass(kw_only=True)
@@ -86,11 +86,10 @@ def t5_model_config(args: Namespace, switch: SwitchConfig) -> T5ModelConfig:
         ConfigError: Our layers cannot build this model.
         AssertionError, ValueError: Megatron refuses it.
     """
-    encoder_frequency, decoder_frequency = stack_frequencies(args)
-    encoder = _stack(args, switch, args.num_layers, encoder_frequency)
-    decoder = _stack(args, switch, args.decoder_num_layers, decoder_frequency)
-    for config in (encoder, decoder):
+    configs = {name: _stack_config(args, switch, stack) for name, stack in stacks_of(args).items()}
+    for config in configs.values():
         check_t5_supported(config)
+    encoder, decoder = configs["encoder"], configs["decoder"]
     model: T5ModelConfig = gpt_config_from_args(args, decoder, model_config_cls=T5ModelConfig)
     model.encoder = encoder
     model.switch = switch
@@ -100,12 +99,10 @@ def t5_model_config(args: Namespace, switch: SwitchConfig) -> T5ModelConfig:
     return model
 
 
-def _stack(
-    args: Namespace, switch: SwitchConfig, depth: int, frequency: int | list[int]
-) -> TransformerConfig:
+def _stack_config(args: Namespace, switch: SwitchConfig, stack: Stack) -> TransformerConfig:
     """Return the settings of one stack."""
     args = copy.copy(args)
-    args.num_layers, args.moe_layer_freq = depth, frequency
+    args.num_layers, args.moe_layer_freq = stack.num_layers, stack.layer_freq
     config: Any = core_transformer_config_from_args(args)
     gated = switch.activation == "gated-gelu"
     config.activation_func = gelu_tanh if gated else F.relu

@@ -8,11 +8,11 @@ import psutil
 import torch
 from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
+from megatron_switch.architecture.layer_pattern import sparse_layers
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_name
 from megatron_switch.flags.megatron_moe import check_megatron_flags, ignored_flags
-from megatron_switch.models.gpt import check_layer_pattern
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.training.arguments.parser import CommandLine
 from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs
@@ -198,12 +198,7 @@ def _check_model(args: Namespace) -> None:
             f"nothing for {args.hidden_size}. Give --ffn-hidden-size."
         )
     if args.num_experts:
-        check_layer_pattern(
-            args.moe_layer_freq,
-            args.num_layers,
-            flag="--moe-layer-freq",
-            depth_flag="--num-layers",
-        )
+        sparse_layers(args.moe_layer_freq, args.num_layers)  # refuses what is no pattern
 
 
 def _check_savings(args: Namespace) -> None:

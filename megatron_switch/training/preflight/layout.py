@@ -12,6 +12,7 @@ import psutil
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
@@ -19,7 +20,7 @@ from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.model_rules import ModelShape
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.validation import validate_layout, virtual_stages
-from megatron_switch.training.logs.banner import gpt_shape, has_uneven_stages
+from megatron_switch.training.logs.banner import has_uneven_stages
 from megatron_switch.utils.units import count_text, size_text
 
 
@@ -62,7 +63,6 @@ def check_model_memory(
     args: Namespace,
     layout: Layout,
     *,
-    sparse_layers: tuple[int, ...],
     device: Literal["cuda", "cpu"],
     ranks_here: int,
 ) -> None:
@@ -71,14 +71,13 @@ def check_model_memory(
     Args:
         args: Validated arguments.
         layout: The rank grid.
-        sparse_layers: 1-based numbers of the layers with experts.
         device: Where the weights go; on CPUs all ranks of the host share its memory.
         ranks_here: Ranks on this host.
     """
     if has_uneven_stages(args) or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return  # a rank's share is not known from here
-    shape = gpt_shape(args, sparse_layers)
-    count = max(stage_parameters(shape, layout, stage).total for stage in range(layout.pp))
+    model = Architecture.from_args(args)
+    count = max(stage_parameters(model, layout, stage).total for stage in range(layout.pp))
     width = 2 if args.bf16 or args.fp16 else 4
     if device == "cuda":
         memory = torch.cuda.get_device_properties(args.local_rank).total_memory

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron.training import get_tokenizer
 
+from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.load.files import (
     LoadContext,
@@ -27,7 +28,6 @@ from megatron_switch.checkpoint.load.files import (
     write_tracker,
 )
 from megatron_switch.checkpoint.load.settings_agreement import check_resume
-from megatron_switch.models.vocabulary import padded_vocab_size
 
 
 @dataclass(frozen=True)

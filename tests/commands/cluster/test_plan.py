@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_switch.architecture.layer_pattern import stacks_of
 from megatron_switch.cli import main
 from megatron_switch.config import SwitchConfig
 from megatron_switch.layout.grid import Layout
@@ -12,7 +13,6 @@ from megatron_switch.planner.plan_file import read_plan
 from megatron_switch.planner.plan_flags import PLANNED_FLAGS, plan_flags
 from megatron_switch.planner.search import LADDERS, with_saving
 from megatron_switch.training.arguments.parser import parse_command_line
-from megatron_switch.training.loop.gpt_builder import sparse_layers
 from megatron_switch.training.preflight.layout import check_layout
 
 PLAN = "plan --model gpt-1.6t-128 --nodes 128 --global-batch-size 2048"
@@ -83,7 +83,7 @@ def test_planned_flags_pass_the_products_own_checks(capsys, tmp_path, monkeypatc
         entry = json.loads(path.read_text())["plans"][number - 1]
         assert layout.given()["ep"] == entry["layout"]["ep"]
         assert (layout.dp, layout.edp) == (entry["layout"]["dp"], entry["layout"]["edp"])
-        assert len(sparse_layers(line.args)) == 24
+        assert len(stacks_of(line.args)["decoder"].sparse_layers) == 24
         assert line.args.num_experts == 128
 
 
@@ -234,7 +234,10 @@ def test_fit_reads_measurements_and_writes_hardware(capsys, tmp_path):
         ("plan --model gpt-1.6t-128 --nodes 8", "fits in none of"),
         (f"plan -- {OWN} --tensor-model-parallel-size 3", "3 does not divide 8"),
         (f"plan -- {OWN} --switch-dispatch fast", "--switch-dispatch is auto, packed or padded"),
-        (f"plan -- {OWN} --hidden-dropout x", "--hidden-dropout takes a finite number, got x"),
+        (
+            f"plan -- {OWN} --hidden-dropout x",
+            "--hidden-dropout takes a finite number, 0 or more, got x",
+        ),
         (f"plan --global-batch-size 8 -- {OWN} --context-parallel-size 2", "Transformer Engine"),
     ],
 )

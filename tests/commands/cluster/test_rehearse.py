@@ -8,7 +8,7 @@ import json
 import pytest
 from support.observed_run import SPARSE, TINY
 
-from megatron_switch.architecture.model_flags import shape_of
+from megatron_switch.architecture.model_flags import model_from_flags
 from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.cli import main
 from megatron_switch.commands.cluster.rehearse import model_words
@@ -37,7 +37,7 @@ def test_every_stage_and_both_ends_are_reported(capfd):
     assert values["schema"] == "megatron-switch/rehearsal/1"
     assert [rank["rank"] for rank in values["ranks"]] == [0, 4, 7]
     layout = Layout(8, pp=2, ep=2)
-    shape = shape_of(flags_of_argv(flags.split()))
+    shape = model_from_flags(flags_of_argv(flags.split()))
     for rank in values["ranks"]:
         count = stage_parameters(shape, layout, rank["coordinates"]["pp"])
         assert rank["parameters"] == {"dense": count.dense, "expert": count.expert}

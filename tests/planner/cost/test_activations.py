@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_switch.architecture.model_flags import read_model, shape_of
-from megatron_switch.architecture.parameters import GPTShape
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.model_flags import model_from_flags, read_model
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Capacity, Slots, Training
 from megatron_switch.moe.dispatch_plan import ExpertGrid, padded_plan
@@ -18,14 +19,13 @@ from megatron_switch.planner.cost.activations import (
     rows_of_experts,
 )
 
-MODEL = GPTShape(
-    num_layers=8,
+MODEL = Architecture(
+    decoder=Stack(8, (1, 3, 5, 7)),
     hidden_size=64,
     num_attention_heads=4,
     ffn_hidden_size=128,
     padded_vocab_size=1024,
     num_experts=8,
-    sparse_layers=(2, 4, 6, 8),
 )
 TRAINING = Training(seq_length=64, micro_batch_size=2, global_batch_size=64)
 
@@ -83,7 +83,7 @@ def test_interleaving_keeps_more_chunks_and_each_is_smaller():
     assert [chunks_under_way(plain, training, stage) for stage in range(4)] == [4, 3, 2, 1]
     # Megatron's warm-up: two for each later stage, a round for each earlier chunk, and one more.
     assert [chunks_under_way(cut, training, stage) for stage in range(4)] == [11, 9, 7, 5]
-    alike = replace(MODEL, sparse_layers=tuple(range(1, 9)))
+    alike = replace(MODEL, decoder=Stack(8, tuple(range(8))))
     whole = kept_by_layers(alike, plain, training).activations
     assert kept_by_layers(alike, cut, training).activations == pytest.approx(whole * 11 / 8)
 
@@ -91,7 +91,7 @@ def test_interleaving_keeps_more_chunks_and_each_is_smaller():
 def test_layers_of_a_stage():
     stage = layers_of_stage(MODEL, 2, 1, 0)
     assert (stage.dense, stage.sparse, stage.total) == (2, 2, 4)
-    uneven = replace(MODEL, sparse_layers=(1, 2, 3))
+    uneven = replace(MODEL, decoder=Stack(8, (0, 1, 2)))
     assert layers_of_stage(uneven, 2, 1, 0).sparse == 3
     assert layers_of_stage(uneven, 2, 1, 1).sparse == 0
 
@@ -99,7 +99,7 @@ def test_layers_of_a_stage():
 def test_a_dense_layer_with_dropout_is_the_known_34_bytes():
     # Korthikanti et al., arXiv:2205.05198, table 2: 34 bytes a token and width, at F = 4 D; apart
     # from statistics of the softmax (4 bytes a head), which a fused kernel keeps.
-    model = replace(MODEL, num_experts=0, sparse_layers=(), ffn_hidden_size=4 * 64)
+    model = replace(MODEL, num_experts=0, decoder=Stack(8), ffn_hidden_size=4 * 64)
     training = replace(TRAINING, hidden_dropout=0.1)
     kept = LayerBytes(model, Layout(8), training).dense
     assert kept == 34 * 128 * 64 + 4 * 128 * 4
@@ -117,15 +117,10 @@ def test_what_is_cut_over_tensor_ranks():
 
 
 def test_a_t5_keeps_both_stacks_and_the_attention_between_them():
-    model = shape_of(read_model("switch-base-128"))
+    model = model_from_flags(read_model("switch-base-128"))
     training = replace(TRAINING, capacity=Capacity())
     kept = kept_by_layers(model, Layout(1), training)
-    decoder = GPTShape(
-        **{
-            name: getattr(model, name)
-            for name in GPTShape.__dataclass_fields__
-        }
-    )  # fmt: skip
+    decoder = replace(model, encoder=None)
     alone = kept_by_layers(decoder, Layout(1), training)
     assert 2 * alone.activations < kept.activations < 3 * alone.activations
     assert kept.routing == 2 * alone.routing

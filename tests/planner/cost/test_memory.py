@@ -3,10 +3,12 @@
 That a real step has as much alive is shown in ``tests/planner/cost/test_planned_memory.py``.
 """
 
+from dataclasses import replace
+
 import pytest
 from support.planned_model import MODEL, TRAINING
 
-from megatron_switch.architecture.parameters import GPTShape
+from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.cost.memory import MemoryByPart, predict, predict_peak
@@ -26,8 +28,7 @@ def test_a_pass_and_a_step_are_never_at_the_same_time():
 
 def test_the_fullest_stage_is_found_where_sparse_layers_are_uneven():
     # Stages of three layers: the second of four holds two of the sparse ones, the first one.
-    changes = {"num_layers": 12, "sparse_layers": (2, 4, 6, 8, 10, 12), "moe_ffn_hidden_size": 8192}
-    model = GPTShape(**(MODEL | changes))
+    model = replace(MODEL, decoder=Stack.switch(12), moe_ffn_hidden_size=8192)
     layout = Layout(8, pp=4, ep=2)
     training = Training(**(TRAINING | {"global_batch_size": 64}))
     stage, memory = predict_peak(model, layout, training)
@@ -41,7 +42,7 @@ def test_the_fullest_stage_is_found_where_sparse_layers_are_uneven():
     ("vp", "micro_batches", "stage", "chunks"), [(1, 8, 0, 4), (1, 2, 0, 2), (1, 8, 3, 1)]
 )
 def test_a_stage_keeps_as_many_micro_batches_as_stages_follow(vp, micro_batches, stage, chunks):
-    model = GPTShape(**(MODEL | {"num_layers": 8, "num_experts": 0, "sparse_layers": ()}))
+    model = replace(MODEL, decoder=Stack(8), num_experts=0)
     layout = Layout(4, pp=4, vp=vp)
     many = Training(**(TRAINING | {"global_batch_size": 4 * micro_batches}))
     single = Training(**(TRAINING | {"global_batch_size": 4}))

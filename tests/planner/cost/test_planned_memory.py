@@ -1,6 +1,7 @@
 """Predicted memory equals what a real step of the real program has alive, to a few per cent."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import megatron.training.training as megatron_training
@@ -10,7 +11,7 @@ from bench.memory import LiveBytes
 from support.planned_model import MODEL, TRAINING
 from support.tiny_run import trained
 
-from megatron_switch.architecture.parameters import GPTShape
+from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.cost.memory import predict
@@ -23,11 +24,11 @@ FLAGS = (
     "--train-iters 2 --lr 1e-3 --switch-device cpu --eval-iters 0 --num-experts 8"
 )
 CASES = {
-    "dense": ("", {"num_experts": 0, "sparse_layers": ()}, {}),
+    "dense": ("", {"num_experts": 0, "decoder": Stack(2)}, {}),
     "padded, bf16": ("--switch-dispatch padded --bf16", {}, {"precision": "bf16"}),
     "packed, gated": (
         "--switch-dispatch packed --swiglu",
-        {"gated": True},
+        {"gated_linear_unit": True},
         {"dispatch": "packed"},
     ),
     "experts recomputed": (
@@ -43,7 +44,7 @@ CASES = {
     ),
     "RMSNorm, dropout": (
         "--switch-dispatch padded --normalization RMSNorm --hidden-dropout 0.1",
-        {"norm": "RMSNorm"},
+        {"normalization": "RMSNorm"},
         {"hidden_dropout": 0.1},
     ),
 }
@@ -57,7 +58,7 @@ def test_a_real_step_has_as_much_alive_as_predicted(name, tmp_path):
     record = tmp_path / "peak"
     trained(f"{flags} {words}", prepare=lambda: _measure_steps(record))
     measured = int(Path(f"{record}0").read_text())
-    memory = predict(GPTShape(**(MODEL | model)), Layout(1), Training(**(TRAINING | training)))
+    memory = predict(replace(MODEL, **model), Layout(1), Training(**(TRAINING | training)))
     assert memory.total == pytest.approx(measured, rel=0.05)
 
 
@@ -71,12 +72,12 @@ def test_every_rank_of_a_cut_model_has_as_much_alive_as_predicted(tmp_path):
     )
     record = tmp_path / "peak"
     trained(f"{FLAGS} {words}", ranks=4, prepare=lambda: _measure_steps(record))
-    changes = {"num_layers": 4, "sparse_layers": (2, 4)}
+    model = replace(MODEL, decoder=Stack(4, (1, 3)))
     layout = Layout(4, tp=2, pp=2, ep=2, etp=1)
     training = Training(**(TRAINING | {"sharding": "distributed"}))
     for rank in range(4):
         stage = layout.coordinates(rank).pp
-        memory = predict(GPTShape(**(MODEL | changes)), layout, training, stage=stage)
+        memory = predict(model, layout, training, stage=stage)
         measured = int(Path(f"{record}{rank}").read_text())
         assert memory.total == pytest.approx(measured, rel=0.05), rank
 

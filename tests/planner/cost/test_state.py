@@ -6,20 +6,20 @@ from types import SimpleNamespace
 import pytest
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from megatron_switch.architecture.parameters import GPTShape
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.cost.state import state_bytes
 
-SHAPE = GPTShape(
-    num_layers=8,
+SHAPE = Architecture(
+    decoder=Stack(8, (1, 3, 5, 7)),
     hidden_size=256,
     num_attention_heads=8,
     ffn_hidden_size=1024,
     padded_vocab_size=2048,
     num_experts=16,
-    sparse_layers=(2, 4, 6, 8),
-    tied_head=False,
+    share_embeddings_and_output_weights=False,
 )
 TRAINING = Training(seq_length=128, global_batch_size=64)
 

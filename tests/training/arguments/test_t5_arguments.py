@@ -2,13 +2,14 @@
 
 import pytest
 
+from megatron_switch.architecture.layer_pattern import stacks_of
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
-from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs, stack_frequencies
-from megatron_switch.training.logs.banner import gpt_shape
-from megatron_switch.training.loop.gpt_builder import resolve_dispatch, sparse_layers
+from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs
+from megatron_switch.training.loop.gpt_builder import resolve_dispatch
 from megatron_switch.training.preflight.flags import ignored_switch_flags
 
 T5 = (
@@ -69,12 +70,7 @@ def test_pairs_need_a_length_for_their_targets():
 )
 def test_layers_with_experts_are_numbered_through_both_stacks(flags, numbers):
     args = filled(f"{flags} --seq-length 64")
-    assert sparse_layers(args) == numbers
-    args.padded_vocab_size = 128
-    shape = gpt_shape(args, numbers)
-    depth = args.num_layers
-    assert shape.encoder_sparse_layers == tuple(n for n in numbers if n <= depth)
-    assert shape.sparse_layers == tuple(n - depth for n in numbers if n > depth)
+    assert Architecture.from_args(args).sparse_layer_numbers == numbers
 
 
 @pytest.mark.parametrize(
@@ -89,7 +85,7 @@ def test_layers_with_experts_are_numbered_through_both_stacks(flags, numbers):
 def test_a_decoder_pattern_that_says_nothing_of_its_layers_is_refused(pattern, message):
     args = filled(f"{SIZES} --switch-decoder-layer-freq {pattern}")
     with pytest.raises(ConfigError, match=message):
-        stack_frequencies(args)
+        stacks_of(args)
 
 
 @pytest.mark.parametrize(

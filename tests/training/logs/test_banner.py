@@ -6,7 +6,7 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.logs.banner import banner
 from megatron_switch.training.loop.global_state import validate
-from megatron_switch.training.loop.gpt_builder import resolve_dispatch, sparse_layers
+from megatron_switch.training.loop.gpt_builder import resolve_dispatch
 from megatron_switch.training.preflight.layout import check_layout
 from megatron_switch.utils.units import count_text
 
@@ -27,7 +27,6 @@ def text_of(monkeypatch):
             args,
             switch,
             layout,
-            sparse_layers=sparse_layers(args),
             device="cpu",
             ranks_per_node=ranks_per_node,
             set_here=set_here,

@@ -6,7 +6,7 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.loop.global_state import validate
-from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch, sparse_layers
+from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 
 
 def dispatch(line, device="cuda"):
@@ -53,20 +53,6 @@ def test_dispatch(sparse_line, flags, device, expected):
 def test_padding_without_a_bound_is_refused(sparse_line, flags, message):
     with pytest.raises(ConfigError, match=message):
         dispatch(sparse_line(flags))
-
-
-@pytest.mark.parametrize(
-    ("flags", "layers"),
-    [("", (2, 4)), ("--moe-layer-freq [0,0,0,1]", (4,)), ("--moe-layer-freq 2", (1, 3))],
-)
-def test_sparse_layers_are_counted_from_1(sparse_line, flags, layers):
-    line = sparse_line(flags)
-    fill_defaults(line, "cpu")
-    assert sparse_layers(line.args) == layers
-
-
-def test_a_dense_model_has_no_sparse_layers(dense_line):
-    assert sparse_layers(dense_line("--moe-layer-freq 1").args) == ()
 
 
 def test_megatron_gets_its_configuration_and_our_layers(sparse_line):

@@ -7,6 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.parameters import total_parameters
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
@@ -14,9 +15,8 @@ from megatron_switch.moe.switch_mlp import SwitchMLP
 from megatron_switch.testing.ranks import run_ranks
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
-from megatron_switch.training.logs.banner import gpt_shape
 from megatron_switch.training.loop.global_state import validate
-from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch, sparse_layers
+from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 from megatron_switch.training.loop.t5_builder import T5ModelBuilder, gelu_tanh
 
 FLAGS = (
@@ -60,10 +60,11 @@ def _check_model(rank, flags):
         assert stack.softmax_scale == 1.0
     sparse = [module for module in model.modules() if isinstance(module, SwitchMLP)]
     numbers = tuple(layer.layer_number for layer in sparse)
-    assert numbers == sparse_layers(args) == (2, 4, 6)
+    described = Architecture.from_args(args)
+    assert numbers == described.sparse_layer_numbers == (2, 4, 6)
     assert [isinstance(layer.mlp, SwitchMLP) for layer in model.decoder.layers] == [0, 1, 0]
     counted = sum(parameter.numel() for parameter in model.parameters())
-    assert counted == total_parameters(gpt_shape(args, numbers)).total
+    assert counted == total_parameters(described).total
 
 
 def test_it_starts_as_t5_does():

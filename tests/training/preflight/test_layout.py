@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.training.loop.global_state import validate
 from megatron_switch.training.preflight import layout as layout_module
 from megatron_switch.training.preflight.layout import check_layout, check_model_memory
-
-SPARSE_LAYERS = (2, 4)
 
 
 @pytest.fixture
@@ -21,6 +21,7 @@ def args(sparse_line):
     args.ffn_hidden_size = args.moe_ffn_hidden_size = 128
     args.kv_channels, args.padded_vocab_size, args.local_rank = 8, 1024, 0
     args.bf16 = args.fp16 = False
+    args.moe_layer_freq = [0, 1, 0, 1]
     return args
 
 
@@ -67,15 +68,12 @@ def test_chunks_of_a_stage_are_counted_as_megatron_counts_them(args, flags, chun
 
 def check(args, *, ranks_here=1, device="cpu", ep=1):
     layout = grid(args, ranks=ranks_here, ep=ep)
-    check_model_memory(
-        args, layout, sparse_layers=SPARSE_LAYERS, device=device, ranks_here=ranks_here
-    )
+    check_model_memory(args, layout, device=device, ranks_here=ranks_here)
 
 
 def weights(args):
     """Return the bytes of the whole model's weights in fp32."""
-    shape = layout_module.gpt_shape(args, SPARSE_LAYERS)
-    return 4 * layout_module.stage_parameters(shape, grid(args), 0).total
+    return 4 * stage_parameters(Architecture.from_args(args), grid(args), 0).total
 
 
 def test_weights_that_just_fit_pass(args, memory):

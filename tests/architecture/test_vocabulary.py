@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.errors import CheckpointError, LayoutError
-from megatron_switch.models.vocabulary import padded_vocab_size
 
 
 @pytest.mark.parametrize(
