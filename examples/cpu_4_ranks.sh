@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A small Switch GPT on four CPU ranks of this computer: tensor parallelism with sequence
-# parallelism, expert parallelism and data parallelism at once, nothing to download.
+# A small Switch GPT on four CPU ranks of this computer, with tensor, sequence, expert and data
+# parallelism. Nothing is downloaded.
 #
 #   ./cpu_4_ranks.sh [more flags]
 #
-# RUN is the folder for data and run; TEXT a folder of your own text instead of Python's standard
-# library. Flags given here come last, so they win.
+# RUN is the folder for data and run; TEXT is a folder of text, by default Python's standard library.
+# Flags of the command line override those below.
 set -euo pipefail
 
 RUN=${RUN:-runs/cpu-4-ranks}

@@ -3,17 +3,16 @@
 #
 #   DATA=corpus/corpus TOKENIZER=corpus/tokenizer.model ./gpt_one_gpu.sh 24 [more flags]
 #
-# The first word says how much memory the GPU has: 8 or 24 (GB). The sizes follow from counting
-# weights, optimizer state and activations; they have not been measured on every card. If memory
-# runs out, lower --micro-batch-size or add --recompute-granularity full --recompute-method uniform
-# --recompute-num-layers 1. Flags given here come last, so they win.
+# The first argument is the GPU's memory: 8 or 24 (GB). The sizes are computed from weights,
+# optimizer state and activations; they were not measured on every card. If memory runs out, lower --micro-batch-size or add --recompute-granularity full --recompute-method uniform
+# --recompute-num-layers 1. Flags of the command line override those below.
 set -euo pipefail
 
 MEMORY=${1:-24}
 shift || true
 RUN=${RUN:-runs/gpt-one-gpu}
-: "${DATA:?give the data, as in DATA=corpus/corpus}"
-: "${TOKENIZER:?give the tokenizer, as in TOKENIZER=corpus/tokenizer.model}"
+: "${DATA:?set the data, as in DATA=corpus/corpus}"
+: "${TOKENIZER:?set the tokenizer, as in TOKENIZER=corpus/tokenizer.model}"
 
 case "$MEMORY" in
   8)

@@ -4,13 +4,13 @@
 #
 #   DATA=corpus/corpus TOKENIZER=corpus/tokenizer.model ./gpt_one_node.sh [more flags]
 #
-# Install Transformer Engine for speed: pip install 'megatron-switch[te]'. Flags given here come
-# last, so they win.
+# Install Transformer Engine for speed: pip install 'megatron-switch[te]'. Flags of the command line
+# override those below.
 set -euo pipefail
 
 RUN=${RUN:-runs/gpt-one-node}
-: "${DATA:?give the data, as in DATA=corpus/corpus}"
-: "${TOKENIZER:?give the tokenizer, as in TOKENIZER=corpus/tokenizer.model}"
+: "${DATA:?set the data, as in DATA=corpus/corpus}"
+: "${TOKENIZER:?set the tokenizer, as in TOKENIZER=corpus/tokenizer.model}"
 
 MODEL=(
   --num-layers 12 --hidden-size 1024 --num-attention-heads 16

@@ -4,19 +4,19 @@
 #   DATA=pairs.jsonl TOKENIZER=tokenizer.model ./t5_finetune.sh [more flags]
 #   DATA=pairs.jsonl LOAD=checkpoints/switch-base-8 ./t5_finetune.sh [more flags]
 #
-# DATA has a JSON object a line: {"input": "translate English to German: Hello", "target": "Hallo"}.
-# With LOAD, model and tokenizer are those of the checkpoint; without it, a model of the size of
-# Switch-Base with 8 experts starts from nothing. Dropout is 0.1, and 0.4 inside experts, as in the
-# Switch paper's fine-tuning (table 4). Flags given here come last, so they win.
+# DATA has one JSON object per line: {"input": "translate English to German: Hello", "target": "Hallo"}.
+# With LOAD, model and tokenizer are those of the checkpoint; without it, a model of Switch-Base size
+# with 8 experts is trained from scratch. Dropout is 0.1, and 0.4 inside experts, as in the Switch
+# paper's fine-tuning (table 4). Flags of the command line override those below.
 set -euo pipefail
 
 RUN=${RUN:-runs/t5-finetune}
-: "${DATA:?give pairs of texts, as in DATA=pairs.jsonl}"
+: "${DATA:?set the pairs of texts, as in DATA=pairs.jsonl}"
 
 if [[ -n "${LOAD:-}" ]]; then
   MODEL=(--load "$LOAD" --finetune --use-checkpoint-args)
 else
-  : "${TOKENIZER:?give the tokenizer, as in TOKENIZER=tokenizer.model, or LOAD a checkpoint}"
+  : "${TOKENIZER:?set the tokenizer, as in TOKENIZER=tokenizer.model, or LOAD to a checkpoint}"
   MODEL=(
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 --kv-channels 64
     --ffn-hidden-size 3072 --num-experts 8 --seq-length 512

@@ -1,4 +1,4 @@
-"""The maps of the code are true: the tour names every room, and every path that a page names exists."""
+"""The tour names every room, and every path that a page names exists."""
 
 import re
 from pathlib import Path
@@ -27,11 +27,15 @@ def test_the_tour_names_every_room(folder):
 
 def test_the_tour_names_every_module_beside_the_rooms():
     modules = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "__main__.py"}
-    assert modules == set(re.findall(r"^\| `megatron_switch/(\w+\.py)` \|", TOUR, flags=re.MULTILINE))
+    assert modules == set(
+        re.findall(r"^\| `megatron_switch/(\w+\.py)` \|", TOUR, flags=re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_that_a_page_names_exists(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     named = {path for path in PATH.findall(text) if not path.startswith(FOREIGN)}
-    assert [path for path in named if not any((base / path).exists() for base in (ROOT, PACKAGE))] == []
+    assert [
+        path for path in named if not any((base / path).exists() for base in (ROOT, PACKAGE))
+    ] == []

@@ -1,5 +1,5 @@
-"""Scripts that start a training on a cluster: a job as values, and templates that write it out.
+"""Launch scripts for a cluster: a job as values, and the templates that render it.
 
-Nothing here starts or measures anything. A rendered script is complete: it needs the package and
-bash on the nodes, and no file of this package beside it.
+Nothing here starts or measures anything. A rendered script is self-contained: the nodes need bash
+and the installed package only. Start reading at :mod:`megatron_switch.launch.job`.
 """

@@ -1,11 +1,11 @@
-"""Which GPU, network card and memory domain belong to each rank of a host, read from sysfs.
+"""GPU, network card and NUMA node of each rank of a host, read from sysfs.
 
 Local rank ``i`` uses the ``i``-th visible GPU, in the order of PCI addresses. Its nearest network
-card is the one with which it shares most of the PCI tree; cards equally near are dealt out in turn,
-so that on a usual node every GPU has one of its own. A rank is bound well where the processors it
-may run on are those of the GPU's memory domain.
+card shares the longest path of the PCI tree with it; equally near cards are assigned round-robin,
+so that on common nodes every GPU has its own. A rank is bound correctly if its allowed CPU cores
+are those of the GPU's NUMA node.
 
-Nothing but files is read: no driver, no GPU library.
+Only files are read: no driver, no GPU library.
 """
 
 import os
@@ -27,8 +27,8 @@ class PciDevice:
     Attributes:
         name: ``mlx5_0``, or the PCI address of a GPU.
         address: PCI address.
-        numa_node: Memory domain, -1 where the machine does not say.
-        tree: Addresses of the bridges above it, from the root, and its own.
+        numa_node: NUMA node, -1 if unknown.
+        tree: PCI addresses from the root bridge down to the device.
     """
 
     name: str
@@ -39,13 +39,13 @@ class PciDevice:
 
 @dataclass(frozen=True)
 class Binding:
-    """What one local rank has.
+    """Devices of one local rank.
 
     Attributes:
         local_rank: Rank on this host.
         gpu: Its GPU.
-        card: Its network card; None where the host has none.
-        processors: Processors of the GPU's memory domain, as the kernel lists them.
+        card: Its network card; None if the host has none.
+        processors: CPU cores of the GPU's NUMA node, in the kernel's list format.
     """
 
     local_rank: int
@@ -57,19 +57,19 @@ class Binding:
 def read_bindings(
     sysfs: Path = _SYSFS, environment: Mapping[str, str] = os.environ
 ) -> list[Binding]:
-    """Return what each local rank of this host has.
+    """Return the devices of each local rank of this host.
 
     Args:
-        sysfs: Where sysfs is mounted.
+        sysfs: Mount point of sysfs.
         environment: ``CUDA_VISIBLE_DEVICES`` and ``NCCL_IB_HCA`` are read.
 
     Raises:
-        ConfigError: If there is no GPU, or one is named that does not exist.
+        ConfigError: If there is no GPU, or a selected one does not exist.
     """
     gpus = _visible(_gpus(sysfs), environment.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         raise ConfigError(
-            f"No NVIDIA GPU is in {sysfs / 'bus/pci/devices'}. Run this on a compute node: srun "
+            f"No NVIDIA GPU found in {sysfs / 'bus/pci/devices'}. Run this on a compute node: srun "
             "--nodes 1 --gpus-per-node 8 megatron-switch check-binding."
         )
     cards = _nearest_cards(gpus, _cards(sysfs, environment.get("NCCL_IB_HCA", "")))
@@ -79,12 +79,12 @@ def read_bindings(
     ]
 
 
-def misplaced(binding: Binding, allowed: set[int]) -> str:
-    """Return in words what is wrong with the processors that a rank may run on; empty if nothing.
+def affinity_warning(binding: Binding, allowed: set[int]) -> str:
+    """Return a warning about the CPU affinity of a rank; empty if it is correct.
 
     Args:
-        binding: Of the rank.
-        allowed: Processors of the process, from ``os.sched_getaffinity``.
+        binding: Devices of the rank.
+        allowed: CPU cores of the process, from ``os.sched_getaffinity``.
     """
     if binding.gpu.numa_node < 0:
         return ""
@@ -93,13 +93,13 @@ def misplaced(binding: Binding, allowed: set[int]) -> str:
     if not outside:
         return ""
     return (
-        f"may run on {len(outside)} processors of other memory domains than its GPU's; start it "
+        f"may run on {len(outside)} CPU cores outside its GPU's NUMA node; start it "
         f"with numactl --cpunodebind={binding.gpu.numa_node} --membind={binding.gpu.numa_node}"
     )
 
 
 def numbers_in(listed: str) -> set[int]:
-    """Return the numbers of a kernel's list such as ``0-3,8``."""
+    """Return the numbers of a kernel list such as ``0-3,8``."""
     found: set[int] = set()
     for part in filter(None, listed.strip().split(",")):
         first, _, last = part.partition("-")
@@ -118,7 +118,7 @@ def _gpus(sysfs: Path) -> list[PciDevice]:
 
 
 def _cards(sysfs: Path, wanted: str) -> list[PciDevice]:
-    """Return the network cards, those only that ``NCCL_IB_HCA`` names where it names some."""
+    """Return the network cards, filtered by ``NCCL_IB_HCA`` if it is set."""
     folder = sysfs / "class/infiniband"
     cards = [
         _device(path.name, path / "device")
@@ -156,7 +156,7 @@ def _nearest_cards(gpus: Sequence[PciDevice], cards: Sequence[PciDevice]) -> lis
 
 
 def _nearness(gpu: PciDevice, card: PciDevice) -> tuple[int, int]:
-    """Return how much of the PCI tree two devices share, and whether the memory domain."""
+    """Return the length of the shared PCI path, and whether the NUMA node is shared."""
     shared = 0
     for mine, other in zip(gpu.tree, card.tree, strict=False):
         if mine != other:
@@ -172,12 +172,12 @@ def _visible(gpus: list[PciDevice], visible: str | None) -> list[PciDevice]:
     for name in filter(None, visible.split(",")):
         if not name.isdigit():
             raise ConfigError(
-                f"CUDA_VISIBLE_DEVICES names '{name}', and sysfs knows GPUs by number only. Use "
-                "indices."
+                f"CUDA_VISIBLE_DEVICES contains '{name}', but sysfs identifies GPUs by index only. "
+                "Use indices."
             )
         if int(name) >= len(gpus):
             raise ConfigError(
-                f"CUDA_VISIBLE_DEVICES names GPU {name}, but this host has {len(gpus)}."
+                f"CUDA_VISIBLE_DEVICES contains GPU {name}, but this host has {len(gpus)}."
             )
         chosen.append(gpus[int(name)])
     return chosen

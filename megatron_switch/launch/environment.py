@@ -1,10 +1,10 @@
-"""Environment variables of a launch, by generation of GPU and by flags, each with its reason.
+"""Environment variables of a launch, by GPU generation and flags, each with its reason.
 
-Only what holds on every cluster of that kind. Interfaces, cards and time-outs of a network belong
-to its site, which sets them itself; whatever is set there wins over what stands here.
+Only variables that apply to every cluster of that kind. Network interfaces, cards and timeouts are
+site-specific and are not set; variables that are already set take precedence.
 
 Sources: Megatron-Core 0.19.2 (``training/arguments.py`` checks CUDA_DEVICE_MAX_CONNECTIONS), its
-MoE guide (allocator, NVLS), Transformer Engine's margins for overlapped communication.
+MoE guide (allocator, NVLS), Transformer Engine's SM margins for overlapped communication.
 """
 
 import re
@@ -29,8 +29,8 @@ class Variable:
 
     Attributes:
         name: Its name.
-        value: Its value where the environment has none; bash expands it.
-        reason: Why it is set, for the script's reader.
+        value: Default value; bash expands it.
+        reason: Why it is set; rendered as a comment.
     """
 
     name: str
@@ -42,19 +42,19 @@ def generation_of(gpu: str) -> Generation:
     """Return the generation of a GPU from its description in a hardware file.
 
     Raises:
-        ConfigError: If no known name is in it.
+        ConfigError: If the description contains no known name.
     """
     for pattern, generation in _GPUS.items():
         if re.search(pattern, gpu):
             return generation
     raise ConfigError(
-        f"The hardware's \"gpu\", '{gpu}', names no GPU whose generation is known, such as A100, "
-        "H100 or B200. Say --generation ampere, hopper or blackwell."
+        f"The generation of the hardware's \"gpu\", '{gpu}', is unknown; names such as A100, H100 "
+        "or B200 are recognised. Set --generation ampere, hopper or blackwell."
     )
 
 
 def environment_of(job: LaunchJob, generation: Generation) -> list[Variable]:
-    """Return the variables of a launch, in the order in which a reader wants them."""
+    """Return the variables of a launch, in the order of the script."""
     values = job.values
     found = _connections(job, generation)
     found.append(
@@ -73,7 +73,7 @@ def environment_of(job: LaunchJob, generation: Generation) -> list[Variable]:
             Variable(
                 "NVTE_CPU_OFFLOAD_V1",
                 "1",
-                "Megatron refuses to offload activations beside Transformer Engine 2.10 without",
+                "required by Megatron for activation offloading with Transformer Engine 2.10",
             )
         )
     if values.on("overlap-grad-reduce"):
@@ -82,29 +82,31 @@ def environment_of(job: LaunchJob, generation: Generation) -> list[Variable]:
                 Variable(
                     f"NVTE_{side}_LAYERNORM_SM_MARGIN",
                     "16",
-                    "norms leave processors to the gradients' overlapped reduction",
+                    "norm kernels leave SMs to the overlapped gradient reduction",
                 )
             )
     return [*found, *_HOST]
 
 
 def _connections(job: LaunchJob, generation: Generation) -> list[Variable]:
-    """Return how many queues of kernels a GPU has, where the default is wrong."""
+    """Return the number of hardware queues of a GPU where the default is wrong."""
     name, values, layout = "CUDA_DEVICE_MAX_CONNECTIONS", job.values, job.layout
     if values.on("overlap-moe-expert-parallel-comm"):
         return [Variable(name, "32", "the exchange of tokens overlaps with another micro-batch")]
     if values.on("use-megatron-fsdp") or generation == "blackwell" or layout.tp * layout.cp == 1:
-        return []  # with FSDP one queue would keep prefetch from overlapping; Megatron refuses it
-    reason = "kernels start in the order of issue, which Megatron requires here with TP or CP"
+        return []  # with FSDP one queue would prevent the overlap of prefetch; Megatron refuses it
+    reason = "kernels must start in issue order with TP or CP"
     return [Variable(name, "1", reason)]
 
 
 _HOST = (
-    Variable("OMP_NUM_THREADS", "1", "ranks share the node's processors"),
-    Variable("TOKENIZERS_PARALLELISM", "false", "data workers are forked after threads"),
+    Variable("OMP_NUM_THREADS", "1", "ranks share the node's CPU cores"),
+    Variable(
+        "TOKENIZERS_PARALLELISM", "false", "data workers are forked after threads have started"
+    ),
     Variable(
         "TRITON_CACHE_DIR",
         "${TMPDIR:-/tmp}/triton-${USER:-user}",
-        "on the node: thousands of ranks would lock one file system",
+        "node-local: thousands of ranks would contend for one file system",
     ),
 )

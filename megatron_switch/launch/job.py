@@ -1,6 +1,6 @@
-"""A launch as values: what runs, on how many nodes, in which shape, and what SLURM is told of it.
+"""A launch as values: flags, nodes, launcher, and SLURM options.
 
-A :class:`LaunchJob` can always be written out: its flags form a legal layout of its ranks.
+A :class:`LaunchJob` can always be rendered: its flags form a legal layout of its ranks.
 """
 
 import re
@@ -22,7 +22,7 @@ from megatron_switch.planner.hardware.cluster import Hardware
 from megatron_switch.planner.reasons import expert_spread
 
 Shape = Literal["srun", "torchrun"]
-"""Who starts the processes of a node: srun one a GPU, or srun one torchrun."""
+"""Launcher of a node's processes: one srun task per GPU, or one torchrun per node."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
@@ -34,9 +34,9 @@ class Container:
     """A pyxis/enroot container in which every process runs.
 
     Attributes:
-        image: What ``--container-image`` takes.
+        image: Value of ``--container-image``.
         mounts: Source and destination, as ``SRC:DST``.
-        workdir: Working folder inside; empty for the image's.
+        workdir: Working folder inside the container; empty for the image's default.
     """
 
     image: str
@@ -49,21 +49,21 @@ class LaunchJob:
     """A training to launch.
 
     Attributes:
-        name: Of the job; scripts are called after it.
-        nodes: Nodes.
-        hardware: What a node is made of.
+        name: Name of the job and of its scripts.
+        nodes: Number of nodes.
+        hardware: Hardware of a node.
         flags: Words for ``megatron-switch train``.
         run_dir: The run's folder, on a file system that all nodes share.
-        shape: Who starts the processes of a node.
-        time_limit: As SLURM writes it.
-        save_seconds: How long before the time limit the run is told to save.
+        shape: Launcher of a node's processes.
+        time_limit: In SLURM's format.
+        save_seconds: Seconds before the time limit at which the run is signalled to save.
         sbatch: Further options of sbatch, without the leading dashes.
-        container: Where the processes run; None for the node itself.
-        hostfile: Nodes in the order in which ranks fill them; empty for SLURM's.
-        bind: Whether ranks are bound to the memory domain of their GPU.
+        container: Container of the processes; None to run on the node itself.
+        hostfile: File of nodes in rank order; empty for SLURM's order.
+        bind: Whether ranks are bound to the NUMA node of their GPU.
 
     Raises:
-        ConfigError: If a value cannot stand in a script.
+        ConfigError: If a value cannot be written into a script.
         LayoutError: If the flags do not form a legal layout of the job's ranks.
     """
 
@@ -84,7 +84,8 @@ class LaunchJob:
         """Check what can be checked without the cluster."""
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"--name takes letters, digits and . _ -, and names the scripts; got '{self.name}'."
+                "--name may contain letters, digits and . _ - only, because it names the scripts; "
+                f"got '{self.name}'."
             )
         if not _TIME.fullmatch(self.time_limit):
             raise ConfigError(
@@ -97,12 +98,15 @@ class LaunchJob:
             _check_option(option)
         _check_container(self.container, self.run_dir)
         refuse_unknown(self.flags)
-        given = {"switch-run-dir": "--run-dir", "switch-device": "sbatch's own words"}
+        given = {
+            "switch-run-dir": "--run-dir",
+            "switch-device": "arguments after the script's name",
+        }
         for flag in given.keys() & flags_of_argv(self.flags).keys():
             raise ConfigError(
-                f"The scripts set --{flag} themselves: leave it out and use {given[flag]}."
+                f"The scripts set --{flag} themselves: omit it and use {given[flag]}."
             )
-        _ = self.layout  # refuses here what could not run
+        _ = self.layout  # raises here if the layout is illegal
 
     def _check_texts(self) -> None:
         box = self.container
@@ -111,22 +115,22 @@ class LaunchJob:
         for text in texts:
             if not text.isprintable():
                 raise ConfigError(
-                    f"A script can hold printable characters only, and {text!r} has others. Leave "
-                    "them out, or put the value into a file."
+                    f"A script can contain printable characters only, but {text!r} has others. "
+                    "Remove them, or pass the value in a file."
                 )
         if not self.run_dir or "%" in self.run_dir:
             raise ConfigError(
-                "--run-dir names the run's folder, without % (which SLURM expands in names of "
-                f"logs), got '{self.run_dir}'."
+                "--run-dir must be a non-empty path without % (SLURM expands it in log file "
+                f"names), got '{self.run_dir}'."
             )
 
     def _check_times(self) -> None:
         limit = seconds_of(self.time_limit)
         if self.save_seconds > _MOST_SAVE_SECONDS or 0 < limit <= self.save_seconds:
             raise ConfigError(
-                f"A run is told to save before its time limit, and SLURM counts that in up to "
-                f"{_MOST_SAVE_SECONDS} seconds, got --save-seconds {self.save_seconds} with --time "
-                f"{self.time_limit}. Lower --save-seconds."
+                "The signal to save must come before the time limit, by at most "
+                f"{_MOST_SAVE_SECONDS} seconds in SLURM; got --save-seconds {self.save_seconds} "
+                f"with --time {self.time_limit}. Lower --save-seconds."
             )
 
     @cached_property
@@ -148,7 +152,7 @@ class LaunchJob:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout that the flags say."""
+        """The layout that the flags describe."""
         sizes = {name: self.values.integer(flag[2:], None) for name, flag in FLAGS.items()}
         mapped = self.values.on("use-tp-pp-dp-mapping")
         etp, vp = sizes.pop("etp"), sizes.pop("vp")
@@ -178,23 +182,23 @@ class LaunchJob:
 
     @property
     def experts(self) -> GroupSpread:
-        """Where the ranks of an expert group run, nodes in SLURM's order."""
+        """Nodes and leaf switches of an expert group, with nodes in SLURM's order."""
         return expert_spread(self.layout, self.hardware)
 
     @property
     def notes(self) -> list[str]:
-        """What is likely to be an oversight."""
+        """Warnings about likely oversights."""
         found = []
         if not self.values.has("save-interval"):
             found.append(
-                "There is no --save-interval: the run saves before its time limit and at its end, "
-                "and a node that fails in between costs all of it."
+                "Without --save-interval the run saves only before its time limit and at its end; "
+                "if a node fails in between, all progress is lost."
             )
         missing = [flags[0] for flags in _NEEDED if not any(map(self.values.has, flags))]
         if missing:
             found.append(
-                f"A training also needs {', '.join(f'--{name}' for name in missing)}: add them "
-                "after --, or to sbatch's own words."
+                f"Training also needs {', '.join(f'--{name}' for name in missing)}: add them "
+                "after --, or as arguments of the script."
             )
         return found
 
@@ -205,19 +209,19 @@ _NEEDED = (
     ("data-path", "data-args-path", "per-split-data-args-path", "train-data-path", "mock-data"),
     ("tokenizer-type",),
 )
-"""Flags without which no training starts, each with those that stand for it."""
+"""Required flags of a training run, each with its alternatives."""
 
 
 def _check_option(option: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9-]*(=\S+)?", option):
         raise ConfigError(
-            f"--sbatch takes an option of sbatch without its dashes, such as account=NAME, got "
+            f"--sbatch takes an sbatch option without leading dashes, such as account=NAME; got "
             f"'{option}'."
         )
     name = option.partition("=")[0]
     if name in _OURS:
         raise ConfigError(
-            f"--sbatch {option} says again what the script says already: {_OURS[name]}."
+            f"--sbatch {option} conflicts with an option that the script sets: {_OURS[name]}."
         )
 
 
@@ -228,11 +232,11 @@ _OURS = {
     **dict.fromkeys(
         ("gpus", "gpus-per-node", "gpus-per-task"), "it asks for --gres, see --gpus-per-node"
     ),
-    "array": "one run folder is for one job; render one script a run",
-    "requeue": "the job is put back into the queue where it has saved",
-    "no-requeue": "the job is put back into the queue where it has saved; MAX_RESTARTS=0 bounds it",
-    "open-mode": "logs of a restarted job are continued",
-    "exclusive": "nodes are its own",
+    "array": "a run folder belongs to one job; render one script per run",
+    "requeue": "the script requeues the job after a save",
+    "no-requeue": "the script requeues the job after a save; set MAX_RESTARTS=0 to disable it",
+    "open-mode": "logs of a restarted job are appended to",
+    "exclusive": "the script requests exclusive nodes",
     "ntasks": "it follows from --shape and --gpus-per-node",
     "gres": "use --gpus-per-node",
     "time": "use --time",
@@ -244,10 +248,10 @@ _OURS = {
 
 
 def seconds_of(time_limit: str) -> int:
-    """Return a time limit of SLURM's in seconds; 0 is none."""
+    """Return a SLURM time limit in seconds; 0 means none."""
     days, _, rest = time_limit.rpartition("-")
     numbers = [int(part) for part in rest.split(":")]
-    if days:  # hours come first then, and minutes otherwise
+    if days:  # with days, the first number is hours; without, minutes
         hours, minutes, seconds = [*numbers, 0, 0][:3]
     elif len(numbers) == 3:
         hours, minutes, seconds = numbers
@@ -268,7 +272,7 @@ def _check_container(container: Container | None, run_dir: str) -> None:
     shared = [s for s, _, d in (mount.partition(":") for mount in container.mounts) if s == d]
     if not any(run_dir == folder or run_dir.startswith(f"{folder}/") for folder in shared):
         raise ConfigError(
-            f"The run's folder is written from inside the container and from outside, by one name, "
-            f"and --run-dir {run_dir} is in no mount. Give an absolute --run-dir, and a "
+            f"The run folder is written inside and outside the container under the same path, "
+            f"but --run-dir {run_dir} is in no mount. Give an absolute --run-dir, and a "
             "--container-mount FOLDER:FOLDER that holds it."
         )

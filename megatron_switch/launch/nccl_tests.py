@@ -1,14 +1,14 @@
 """nccl-tests for exactly the groups of a layout: which program, and how it splits its ranks.
 
-``NCCL_TESTS_SPLIT`` puts ranks of equal colour into one group, and makes the colour from the rank
-by one operation (nccl-tests, README: AND, OR, MOD, DIV). Along an axis of stride ``s`` and size
-``n``, with ``w`` ranks in all:
+``NCCL_TESTS_SPLIT`` groups ranks of equal colour, and computes the colour from the rank with one
+operation (nccl-tests, README: AND, OR, MOD, DIV). Along an axis of stride ``s`` and size
+``n``, with ``w`` ranks in total:
 
 * ``s = 1``: the colour is ``rank DIV n``;
 * ``s * n = w``: the colour is ``rank MOD s``;
-* powers of two: the colour is ``rank AND mask``, where the mask lacks the bits of the axis.
+* powers of two: the colour is ``rank AND mask``, where the mask clears the bits of the axis.
 
-Groups that no single operation makes are left out, and named.
+Groups that no single operation can form are skipped and reported.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ class GroupTest:
     """One program of nccl-tests, run in all groups along an axis at once.
 
     Attributes:
-        axis: Name of the axis, for files and people.
+        axis: Name of the axis, also used in file names.
         program: Name of the program.
         split: Value of ``NCCL_TESTS_SPLIT``.
-        members: Ranks of a group.
+        members: Ranks per group.
     """
 
     axis: str
@@ -41,7 +41,7 @@ _PROGRAMS = {
     "ep": ("alltoall_perf",),
     "edp": ("all_gather_perf", "reduce_scatter_perf"),
 }
-"""What the training does along each axis."""
+"""Collectives that training runs along each axis."""
 
 
 def group_tests(layout: Layout) -> list[GroupTest]:
@@ -54,13 +54,13 @@ def group_tests(layout: Layout) -> list[GroupTest]:
     ]
 
 
-def left_out(layout: Layout) -> list[str]:
+def untestable_axes(layout: Layout) -> list[str]:
     """Return the axes whose groups nccl-tests cannot form."""
     return [axis for axis in _sizes(layout) if not split_of(layout, axis)]
 
 
 def split_of(layout: Layout, axis: str) -> str:
-    """Return the ``NCCL_TESTS_SPLIT`` that makes the groups along ``axis``; empty if none does."""
+    """Return the ``NCCL_TESTS_SPLIT`` that forms the groups along ``axis``; empty if none does."""
     grid = _grid(layout, axis)
     stride, size = grid.strides[axis], grid.sizes[axis]
     if stride == 1:

@@ -1,7 +1,7 @@
 """A job as text: the sbatch file, and the shell script for nodes without SLURM.
 
-Templates decide nothing that could be decided here or in :mod:`megatron_switch.launch.job`; a name
-that they use and nobody sets is an error.
+Templates make no decision that could be made here or in :mod:`megatron_switch.launch.job`; an unset
+name in a template is an error.
 """
 
 import shlex
@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_switch.launch.environment import Generation, environment_of
 from megatron_switch.launch.job import LaunchJob
-from megatron_switch.launch.nccl_tests import group_tests, left_out
+from megatron_switch.launch.nccl_tests import group_tests, untestable_axes
 from megatron_switch.layout.grid import Layout
 
 _NOT_REHEARSED = ("fp8-format", "fp4-format", "use-torch-fsdp2", "cpu-offloading-num-layers")
@@ -24,11 +24,11 @@ def render_sbatch(job: LaunchJob, generation: Generation, command: Sequence[str]
     """Return the sbatch file of a job.
 
     Args:
-        job: What to launch.
-        generation: Of its GPUs.
-        command: Words of the command that renders it, for the script's head.
+        job: The launch.
+        generation: Generation of its GPUs.
+        command: argv that rendered the script, for its header.
     """
-    # Under a torchrun the ranks save on a signal that torchrun itself does not act on.
+    # With torchrun the ranks save on SIGUSR1, because torchrun itself acts on SIGTERM.
     chosen = signal.SIGTERM if job.shape == "srun" else signal.SIGUSR1
     return _render(
         "job.sbatch.jinja",
@@ -39,7 +39,7 @@ def render_sbatch(job: LaunchJob, generation: Generation, command: Sequence[str]
         leaves=-(-job.nodes // job.hardware.nodes_per_leaf),
         domains=_domains(job),
         tests=group_tests(job.layout),
-        missing=left_out(job.layout),
+        missing=untestable_axes(job.layout),
         rehearsed=rehearsal_flags(job),
     )
 
@@ -56,9 +56,9 @@ def render_shell(job: LaunchJob, generation: Generation, command: Sequence[str])
 
 
 def rehearsal_flags(job: LaunchJob) -> str | None:
-    """Return what a rehearsal does otherwise than the launch; None where there can be none.
+    """Return the flags in which a rehearsal differs; None if the launch cannot be rehearsed.
 
-    Packed dispatch depends on values, which a rehearsal has none of: padded dispatch stands for it.
+    Packed dispatch depends on tensor values, which a rehearsal lacks; padded dispatch replaces it.
     """
     values = job.values
     refused = any(values.on(flag) for flag in _NOT_REHEARSED) or job.layout.cp > 1
@@ -72,13 +72,13 @@ def rehearsal_flags(job: LaunchJob) -> str | None:
 
 
 def flag_lines(job: LaunchJob) -> list[str]:
-    """Return the words of ``FLAGS``, quoted for bash, a flag and its values on a line."""
+    """Return the lines of the array ``FLAGS``, quoted for bash: a flag and its values per line."""
     lines: list[list[str]] = []
     for word in job.flags:
         if word.startswith("--") or not lines:
             lines.append([])
         quoted = shlex.quote(word)
-        # A comma needs no quotes, but readers and shellcheck take it for a slip in an array.
+        # A comma needs no quotes, but shellcheck reports it as a likely typo in an array.
         lines[-1].append(f"'{word}'" if quoted == word and "," in word else quoted)
     lines += [["--switch-run-dir", '"$RUN"'], ["--switch-device", "cuda"]]
     return [" ".join(line) for line in lines]
@@ -92,13 +92,13 @@ def layout_line(layout: Layout) -> str:
 
 
 def _domains(job: LaunchJob) -> list[int]:
-    """Return the memory domain of each GPU of a node, GPUs counted from domain to domain."""
+    """Return the NUMA node of each GPU of a node; consecutive GPUs share a NUMA node."""
     per_domain = -(-job.gpus_per_node // job.hardware.numa_nodes)
     return [gpu // per_domain for gpu in range(job.gpus_per_node)]
 
 
 def _wrapped(command: Sequence[str]) -> str:
-    """Return a command as lines of a comment, which a shell can read when the marks are gone."""
+    """Return a command as comment lines that a shell can run once the comment marks are removed."""
     lines = [""]
     for word in map(shlex.quote, command):
         if len(lines[-1]) + len(word) > _WIDTH:

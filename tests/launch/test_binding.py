@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.launch.binding import misplaced, numbers_in, read_bindings
+from megatron_switch.launch.binding import affinity_warning, numbers_in, read_bindings
 
 
 def pci(root, address, *, bridges, kind, numa, vendor="0x10de"):
@@ -85,8 +85,8 @@ def test_a_host_without_cards(sysfs):
 @pytest.mark.parametrize(
     ("visible", "message"),
     [
-        ("4", r"names GPU 4, but this host has 4"),
-        ("GPU-ab12", r"names 'GPU-ab12', and sysfs knows GPUs by number only"),
+        ("4", r"contains GPU 4, but this host has 4"),
+        ("GPU-ab12", r"contains 'GPU-ab12', but sysfs identifies GPUs by index"),
         ("", r"No NVIDIA GPU"),
     ],
 )
@@ -100,11 +100,13 @@ def test_a_login_node_says_where_to_run(tmp_path):
         read_bindings(tmp_path, {})
 
 
-def test_processors_of_another_domain_are_told_with_the_way_out(sysfs):
+def test_a_rank_outside_its_numa_node_is_warned_with_the_numactl_command(sysfs):
     third = read_bindings(sysfs, {})[2]
-    assert misplaced(third, {8, 9}) == ""
-    assert misplaced(third, {8, 9, 0, 1}).startswith("may run on 2 processors of other memory")
-    assert "numactl --cpunodebind=1 --membind=1" in misplaced(third, {0})
+    assert affinity_warning(third, {8, 9}) == ""
+    assert affinity_warning(third, {8, 9, 0, 1}).startswith(
+        "may run on 2 CPU cores outside its GPU"
+    )
+    assert "numactl --cpunodebind=1 --membind=1" in affinity_warning(third, {0})
 
 
 def test_lists_of_the_kernel():

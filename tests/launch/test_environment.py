@@ -30,7 +30,7 @@ def test_generations_of_other_names(gpu, generation):
 
 
 def test_an_unknown_gpu_asks_for_its_generation():
-    with pytest.raises(ConfigError, match=r"'V100', names no GPU .* Say --generation ampere"):
+    with pytest.raises(ConfigError, match=r"'V100', is unknown; .* Set --generation ampere"):
         generation_of("V100")
 
 

@@ -44,9 +44,9 @@ def test_a_layout_that_cannot_be_is_refused(flags, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "a b"}, r"--name takes letters, digits .* got 'a b'"),
+        ({"name": "a b"}, r"--name may contain letters, digits .* got 'a b'"),
         ({"time_limit": "soon"}, r"--time takes minutes, .* got 'soon'"),
-        ({"sbatch": ("--account=me",)}, r"--sbatch takes an option of sbatch without its dashes"),
+        ({"sbatch": ("--account=me",)}, r"--sbatch takes an sbatch option without leading dashes"),
         (
             {"container": Container("i", ("/a:/b",)), "run_dir": "/a/r"},
             r"--run-dir /a/r is in no mount\. Give an absolute",
@@ -54,13 +54,13 @@ def test_a_layout_that_cannot_be_is_refused(flags, message):
         ({"container": Container("i"), "run_dir": "r"}, r"--run-dir r is in no mount"),
         ({"flags": (*MODEL, "--wandb-exp-name", "x\ntouch y")}, r"'x\\ntouch y' has others"),
         ({"run_dir": "r\nx"}, r"printable characters only"),
-        ({"run_dir": ""}, r"--run-dir names the run's folder"),
+        ({"run_dir": ""}, r"--run-dir must be a non-empty path"),
         ({"run_dir": "r%j"}, r"without % .* got 'r%j'"),
         ({"save_seconds": 70_000}, r"--save-seconds 70000 with --time"),
         ({"time_limit": "4", "save_seconds": 300}, r"--save-seconds 300 with --time 4\. Lower"),
-        ({"sbatch": ("array=0-3",)}, r"--sbatch array=0-3 says again .* one run folder"),
-        ({"sbatch": ("account=a # b",)}, r"--sbatch takes an option of sbatch"),
-        ({"sbatch": ("nodes=3",)}, r"--sbatch nodes=3 says again .* use --nodes"),
+        ({"sbatch": ("array=0-3",)}, r"--sbatch array=0-3 conflicts .* belongs to one job"),
+        ({"sbatch": ("account=a # b",)}, r"--sbatch takes an sbatch option"),
+        ({"sbatch": ("nodes=3",)}, r"--sbatch nodes=3 conflicts .* use --nodes"),
         (
             {"container": Container("i", ("/data",))},
             r"--container-mount takes one SOURCE:DEST.*/da",
@@ -69,7 +69,7 @@ def test_a_layout_that_cannot_be_is_refused(flags, message):
         ({"flags": (*MODEL, "--switch-device", "cpu")}, r"set --switch-device themselves"),
     ],
 )
-def test_what_cannot_stand_in_a_script_is_refused(changes, message):
+def test_values_that_cannot_be_rendered_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         job(**changes)
 
@@ -92,7 +92,7 @@ def test_a_run_folder_in_a_shared_mount_is_accepted():
     assert job(container=box, run_dir="/runs/one").container == box
 
 
-def test_what_is_likely_forgotten_is_said():
+def test_missing_flags_are_warned_about():
     whole = (
         "--save-interval",
         "100",
@@ -105,6 +105,6 @@ def test_what_is_likely_forgotten_is_said():
     )
     assert job(*whole).notes == []
     first, second = job().notes
-    assert "There is no --save-interval" in first
+    assert "Without --save-interval" in first
     assert "also needs --train-iters, --lr, --tokenizer-type: add them after --" in second
     assert "--data-path" in job(flags=whole).notes[0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_switch.launch.nccl_tests import group_tests, left_out, split_of
+from megatron_switch.launch.nccl_tests import group_tests, split_of, untestable_axes
 from megatron_switch.layout.grid import Layout
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "edp")
@@ -32,7 +32,7 @@ def colours(split: str, ranks: int) -> list[int]:
 def test_ranks_of_one_colour_are_a_group_of_the_layout(layout, axis):
     split = split_of(layout, axis)
     if not split:
-        assert axis in left_out(layout)
+        assert axis in untestable_axes(layout)
         return
     groups: dict[int, list[int]] = {}
     for rank, colour in enumerate(colours(split, layout.world_size)):
@@ -40,9 +40,9 @@ def test_ranks_of_one_colour_are_a_group_of_the_layout(layout, axis):
     assert sorted(groups.values()) == sorted(layout.groups(axis))
 
 
-def test_only_an_odd_axis_in_the_middle_is_left_out():
-    assert left_out(Layout(24, tp=2, ep=4, etp=1, pp=2)) == ["dp", "edp"]
-    assert all(left_out(layout) == [] for layout in LAYOUTS[:4])
+def test_only_an_odd_axis_in_the_middle_is_untestable_axes():
+    assert untestable_axes(Layout(24, tp=2, ep=4, etp=1, pp=2)) == ["dp", "edp"]
+    assert all(untestable_axes(layout) == [] for layout in LAYOUTS[:4])
 
 
 def test_each_axis_is_tested_with_what_training_does_along_it():

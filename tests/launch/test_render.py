@@ -76,11 +76,11 @@ def test_what_slurm_is_told():
     assert "switches" not in options(sbatch(nodes=1))
 
 
-def test_what_the_switches_are_for_stands_above_them():
+def test_a_comment_above_the_switches_explains_them():
     above, *_ = sbatch().split("#SBATCH --switches=1@30:00")
     assert re.search(
-        r"# Waits up to 30 minutes .* for nodes under 1 leaf switch, then takes\n"
-        r"# any\. Delete the line if the cluster refuses it; .*\n$",
+        r"# Wait up to 30 minutes .* for nodes under 1 leaf switch, then use\n"
+        r"# any\. Delete the line if the cluster rejects it; .*\n$",
         above,
     )
     assert "30 minutes" not in sbatch(nodes=1)

@@ -57,7 +57,7 @@ def test_another_number_of_gpus_is_named(script):
     (script.parent / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0'\n")
     done = start(script, PREFLIGHT="gpus")
     assert done.returncode == 1
-    assert "this node has 1 GPUs, and the job counts on 2. Render again" in done.stderr
+    assert "this node has 1 GPUs, but the job needs 2. Render again" in done.stderr
 
 
 def test_a_program_that_fails_is_named(script):
@@ -71,10 +71,10 @@ def test_a_port_in_use_is_named(script):
     with socket.create_server(("127.0.0.1", 0)) as server:
         done = start(script, PREFLIGHT="port", MASTER_PORT=str(server.getsockname()[1]))
     assert done.returncode == 1
-    assert "where the ranks are to meet, is in use" in done.stderr
+    assert "for the rendezvous of ranks, is in use" in done.stderr
 
 
 def test_an_unknown_check_is_named(script):
     done = start(script, PREFLIGHT="gpus everything")
     assert done.returncode == 1
-    assert "PREFLIGHT knows gpus, port and rehearsal, not everything" in done.stderr
+    assert "PREFLIGHT accepts gpus, port and rehearsal, got everything" in done.stderr

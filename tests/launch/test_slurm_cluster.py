@@ -100,8 +100,8 @@ def test_a_time_limit_saves_and_requeues_the_run(cluster, uninterrupted, tmp_pat
     state = cluster.wait(job, seconds=600)
     said = (cluster.folder / f"switch-{job}.out").read_text()
     assert state == "COMPLETED", said
-    assert "telling all ranks to save" in said
-    assert "back into the queue" in said
+    assert "signalling all ranks to save" in said
+    assert "requeueing" in said
     assert "training has ended" in said
     logs = (tmp_path / "run" / "launch").glob("*.log")
     assert any("successfully loaded checkpoint" in log.read_text() for log in logs)
@@ -124,8 +124,8 @@ def test_a_run_that_fails_goes_on_only_where_it_has_saved(cluster, tmp_path):
     assert cluster.wait(job, seconds=150) == "FAILED"
     said = (cluster.folder / f"switch-{job}.out").read_text()
     assert "; saved: iteration 7, at the start of this run: nothing" in said
-    assert said.count("back into the queue") == 1
-    assert "this run saved nothing, so that a next one would get no further" in said
+    assert said.count("requeueing") == 1
+    assert "this run saved no checkpoint, so it is not requeued" in said
 
 
 def test_nodes_with_different_gpu_counts_are_named(cluster, tmp_path):
@@ -147,7 +147,7 @@ def test_a_port_in_use_is_named(cluster, tmp_path):
         )
         assert cluster.wait(job, seconds=60) == "FAILED"
     said = (cluster.folder / f"switch-{job}.out").read_text()
-    assert f"port {port} of 127.0.0.1, where the ranks are to meet, is in use" in said
+    assert f"port {port} of 127.0.0.1, for the rendezvous of ranks, is in use" in said
     assert "MASTER_PORT=" in said
 
 

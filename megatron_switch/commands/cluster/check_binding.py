@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.launch.binding import Binding, misplaced, read_bindings
+from megatron_switch.launch.binding import Binding, affinity_warning, read_bindings
 
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
 _RANK = ("RANK", "SLURM_PROCID")
@@ -71,7 +71,7 @@ def _print_one(bindings: Sequence[Binding], local_rank: int) -> int:
         )
     binding = bindings[local_rank if len(bindings) > 1 else 0]
     card = "no network card" if binding.card is None else f"card {binding.card.name}"
-    problem = misplaced(binding, os.sched_getaffinity(0))
+    problem = affinity_warning(binding, os.sched_getaffinity(0))
     print(
         f"rank {_first(_RANK) or local_rank} on {socket.gethostname()}: GPU {binding.gpu.address}, "
         f"{card}, NUMA node {_domain(binding.gpu.numa_node)}: {problem or 'bound to its GPU'}"

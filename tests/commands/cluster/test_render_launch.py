@@ -34,7 +34,7 @@ def test_two_scripts_are_written_and_the_shell_script_can_be_started(tmp_path, c
     said = capsys.readouterr().out
     assert f"sbatch {tmp_path}/mine.sbatch" in said
     assert "for 16 ranks" in said
-    assert "Note: There is no --save-interval" in said
+    assert "Note: Without --save-interval" in said
 
 
 def test_a_plan_gives_nodes_hardware_and_flags(tmp_path, plan):
