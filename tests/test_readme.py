@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -72,3 +74,18 @@ def test_what_is_looked_at_is_where_the_example_before_it_trains():
 def test_how_to_enter_the_environment_is_said_before_its_command_is_used():
     first_use = next(n for n, line in enumerate(COMMAND_LINES) if "megatron-switch" in line)
     assert ". .venv/bin/activate" in COMMAND_LINES[:first_use]
+
+
+@pytest.mark.slow
+def test_the_layer_runs_as_a_library():
+    (program,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    program += "\nassert y_SBD.shape == (16, 2, 64) and y_SBD.abs().sum() > 0\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
