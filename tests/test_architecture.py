@@ -34,7 +34,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("megatron_switch", "errors"),
     # L1: plain values, answered at once on a login node; no torch
     ("utils",),
-    ("flags.argv", "config", "moe.capacity"),
+    ("flags.argv", "flags.traits", "config", "moe.capacity"),
     ("flags",),
     ("upstream.version", "upstream.patching"),
     ("layout",),

@@ -1,7 +1,7 @@
 """Write ``docs/flags.md`` from the code: our flags, the recipes, and what becomes of Megatron's.
 
 The names of all flags go to ``train_flags.json``, for commands that do without Megatron. Run it
-after a flag, a recipe or a class of :mod:`megatron_switch.flags.megatron_moe` changed, or
+after a flag, a recipe or a class of :mod:`megatron_switch.flags.megatron_flags` changed, or
 another Megatron is used; tests compare both files with what this program would write.
 """
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megatron_switch.emulation import import_megatron
 from megatron_switch.flags.argv import flag_name
-from megatron_switch.flags.megatron_moe import FLAGS, FlagClass, fixed_defaults
+from megatron_switch.flags.known_flags import fixed_defaults
+from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
 from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.flags.train_flags import NAMES_FILE
 from megatron_switch.training.arguments.parser import SWITCH_DEFAULTS, add_switch_arguments
@@ -113,13 +114,14 @@ def _default_rows() -> Iterable[tuple[str, ...]]:
 
 
 def _megatron_rows() -> Iterable[tuple[str, ...]]:
-    for flag, rule in FLAGS.items():
-        yield f"`{flag}`", _class(rule), rule.reason
+    for name, row in MEGATRON_FLAGS.items():
+        if row.reason:
+            yield f"`{flag_name(name)}`", _class(row), row.reason
 
 
-def _class(rule: FlagClass) -> str:
-    values = "" if rule.kind == "refused" else " or ".join(_value(v) for v in rule.accepted)
-    return f"{rule.kind}: {values}" if values else rule.kind
+def _class(row: MegatronFlag) -> str:
+    values = "" if row.kind == "refused" else " or ".join(_value(v) for v in row.accepted)
+    return f"{row.kind}: {values}" if values else row.kind
 
 
 def _value(value: object) -> str:

@@ -10,7 +10,8 @@ error that lists flag, stored value and current value:
 * another schedule, unless Megatron is told which of the two to take;
 * optimizer state that this run's optimizer cannot read in this layout.
 
-Layout, precision of the run, logging, data and intervals are free to change.
+Layout, precision of the run, logging, data and intervals are free to change. Which flag is of which
+kind stands with the flag (:data:`megatron_switch.flags.known_flags.KNOWN_FLAGS`).
 
 Pure functions of values: the caller reads the stored common state
 (:func:`megatron_switch.checkpoint.formats.dist_metadata.read_common_state`) and passes Megatron's
@@ -19,78 +20,16 @@ argument namespace *after* ``validate_args`` has filled in what follows from oth
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_switch.architecture.layer_pattern import sparse_layers
 from megatron_switch.checkpoint.load.lr_agreement import check_schedule
-from megatron_switch.config import FLAG_PREFIX, SwitchConfig
+from megatron_switch.config import switch_traits
 from megatron_switch.errors import CheckpointError
 from megatron_switch.flags.argv import flag_name
-
-FREE_SETTINGS = frozenset(
-    {
-        "device",
-        "dispatch",
-        "metrics_file",
-        "metrics_interval",
-        "nonfinite",
-        "model",  # stands for other flags, which are compared
-        "overlap_chunks",
-        "override_checkpoint",
-        "recipe",  # likewise
-        "run_dir",
-        "span_density",  # the data's
-        "span_length",
-    }
-)
-"""Fields of :class:`SwitchConfig` that may differ: they change where or how fast, not what."""
-
-_MODEL_SETTINGS = frozenset({"activation", "arch", "decoder_layer_freq"})
-"""Fields that say which model it is, with or without experts."""
-
-_SHAPES = (
-    "num_layers",
-    "decoder_num_layers",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "padded_vocab_size",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "squared_relu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-)
-_EXPERT_SHAPES = (
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-    "moe_shared_expert_intermediate_size",
-    "moe_latent_size",
-)
-_SEMANTICS = (
-    "moe_expert_capacity_factor",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "moe_router_pre_softmax",
-)
-"""Megatron's flags that carry Switch semantics; compared like the ``--switch-*`` ones."""
-
-_OPTIMIZER_SETTINGS = ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
-"""Flags that a loaded optimizer state overrules without a word."""
+from megatron_switch.flags.known_flags import KNOWN_FLAGS, flags_with
+from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
 
 _ABSENT = object()
 
@@ -144,27 +83,28 @@ def check_model(stored: Namespace, args: Namespace) -> None:
     Raises:
         CheckpointError: With one line for each setting that differs.
     """
-    names: Iterable[str] = _SHAPES
-    if args.num_experts or _of(stored, "num_experts"):
-        names = (*_SHAPES, *_EXPERT_SHAPES)
-    if _of(args, "position_embedding_type") == "learned_absolute":
-        names = (*names, "max_position_embeddings")
-    if _of(args, "padded_vocab_size") is None:  # before the tokenizer is built
-        names = [name for name in names if name != "padded_vocab_size"]
-    differences = _differences(names, stored, args)
-    derived = (
-        Difference("--switch-arch", _of(stored, "switch_arch", "gpt"), args.switch_arch),
-        Difference("--switch-activation", *map(_activation, (stored, args))),
-        Difference(
-            "--switch-decoder-layer-freq",
+    derived = {
+        "switch_arch": (_of(stored, "switch_arch", "gpt"), args.switch_arch),
+        "switch_activation": (_activation(stored), _activation(args)),
+        "switch_decoder_layer_freq": (
             _of(stored, "switch_decoder_layer_freq"),
             args.switch_decoder_layer_freq,
         ),
-        Difference("--num-experts", _of(stored, "num_experts") or None, args.num_experts or None),
-        Difference("--moe-layer-freq", _sparse_layers(stored), _sparse_layers(args)),
-        Difference("--num-query-groups", *_query_groups(stored, args)),
-    )
-    differences += [each for each in derived if each.stored != each.current]
+        "num_experts": (_of(stored, "num_experts") or None, args.num_experts or None),
+        "moe_layer_freq": (_sparse_layers(stored), _sparse_layers(args)),
+        "num_query_groups": _query_groups(stored, args),
+    }
+    apart = set(derived)
+    if not (args.num_experts or _of(stored, "num_experts")):
+        apart |= {name for name, each in KNOWN_FLAGS.items() if "experts" in each.needs}
+    if _of(args, "position_embedding_type") != "learned_absolute":
+        apart.add("max_position_embeddings")
+    if _of(args, "padded_vocab_size") is None:  # before the tokenizer is built
+        apart.add("padded_vocab_size")
+    names = [name for name in flags_with("model") if name not in apart]
+    differences = _differences(names, stored, args) + [
+        Difference(_flag(name), old, new) for name, (old, new) in derived.items() if old != new
+    ]
     if differences:
         raise CheckpointError(
             f"The checkpoint is of another model:{_lines(differences)}\n"
@@ -189,13 +129,11 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
     """
     if not args.num_experts:
         return ()
-    apart = FREE_SETTINGS | _MODEL_SETTINGS
-    names = [field.name for field in fields(SwitchConfig) if field.name not in apart]
-    missing = [name for name in names if not hasattr(stored, FLAG_PREFIX + name)]
-    differences = _differences(
-        (FLAG_PREFIX + name for name in names if name not in missing), stored, args
-    )
-    megatron = _differences(_SEMANTICS, stored, args)
+    names = flags_with("overridable")
+    switch = [name for name in names if name in switch_traits()]
+    missing = [name for name in switch if not hasattr(stored, name)]
+    differences = _differences(switch, stored, args)
+    megatron = _differences([name for name in names if name not in switch], stored, args)
     is_stock = _is_stock(stored)
     if not is_stock:
         differences += megatron
@@ -211,10 +149,7 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
             "Continuing with Switch settings other than the checkpoint's:" + _lines(differences)
         )
     if missing:
-        listing = ", ".join(
-            f"{flag_name(FLAG_PREFIX + name)} {getattr(args, FLAG_PREFIX + name)}"
-            for name in missing
-        )
+        listing = ", ".join(f"{_flag(name)} {getattr(args, name)}" for name in missing)
         author = "stock Megatron" if is_stock else "an older release"
         messages.append(
             f"The checkpoint was written by {author} and does not say what it was trained with. "
@@ -247,7 +182,7 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
     """
     stored = common_state["args"]
     way_out = "or pass --no-load-optim to start the optimizer anew."
-    settings = _differences(_OPTIMIZER_SETTINGS, stored, args)
+    settings = _differences(flags_with("optimizer"), stored, args)
     if settings:
         raise CheckpointError(
             f"The optimizer goes on with the settings it was saved with, and these flags ask for "
@@ -287,18 +222,7 @@ def _check_bucket_order(stored: Namespace, args: Namespace, way_out: str) -> Non
             "Let stock Megatron load the checkpoint and save it with "
             f"--dist-ckpt-optim-fully-reshardable, {way_out}"
         )
-    layout = _differences(
-        (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "transformer_impl",
-        ),
-        stored,
-        args,
-    )
+    layout = _differences(flags_with("buffers"), stored, args)
     if layout:
         raise CheckpointError(
             f"{intro}, and they have changed:{_lines(layout)}\n"
@@ -309,7 +233,7 @@ def _check_bucket_order(stored: Namespace, args: Namespace, way_out: str) -> Non
 
 def _is_stock(stored: Namespace) -> bool:
     """Whether a checkpoint holds no setting of this program."""
-    return not any(hasattr(stored, FLAG_PREFIX + field.name) for field in fields(SwitchConfig))
+    return not any(hasattr(stored, name) for name in switch_traits())
 
 
 def _differences(names: Iterable[str], stored: Namespace, args: Namespace) -> list[Difference]:
@@ -338,9 +262,7 @@ def _of(namespace: Namespace, name: str, default: Any = None) -> Any:
 
 
 def _flag(name: str) -> str:
-    if name == "add_bias_linear":  # the one flag that says the opposite of its attribute
-        return "add_bias_linear (off with --disable-bias-linear)"
-    return flag_name(name)
+    return MEGATRON_FLAGS.get(name, MegatronFlag()).shown or flag_name(name)
 
 
 def _activation(namespace: Namespace) -> str | None:
@@ -353,15 +275,11 @@ def _activation(namespace: Namespace) -> str | None:
 
 def _query_groups(*namespaces: Namespace) -> list[int | None]:
     """Return the key-value heads of each, where any has fewer of them than heads."""
-    if not any(_of(namespace, "group_query_attention") for namespace in namespaces):
+    grouped = [bool(_of(each, "group_query_attention")) for each in namespaces]
+    names = ["num_query_groups" if each else "num_attention_heads" for each in grouped]
+    if not any(grouped):
         return [None] * len(namespaces)
-    return [
-        _of(
-            each,
-            "num_query_groups" if _of(each, "group_query_attention") else "num_attention_heads",
-        )
-        for each in namespaces
-    ]
+    return [_of(each, name) for each, name in zip(namespaces, names, strict=True)]
 
 
 def _sparse_layers(namespace: Namespace) -> list[int] | None:

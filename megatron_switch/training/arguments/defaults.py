@@ -87,17 +87,17 @@ class _Setter:
         self.report: list[str] = []
 
     def __call__(self, name: str, value: object, shown: str) -> None:
-        if name not in self._line.explicit and getattr(self._line.args, name) != value:
+        if name not in self._line.settled and getattr(self._line.args, name) != value:
             setattr(self._line.args, name, value)
             self.report.append(shown)
 
 
 def _fill_model(line: CommandLine) -> None:
     args: Namespace = line.args
-    if "moe_layer_freq" not in line.explicit and args.num_layers is not None:
+    if "moe_layer_freq" not in line.settled and args.num_layers is not None:
         # An integer frequency N means layers 0, N, 2N, ... to Megatron; Switch starts at 1.
         args.moe_layer_freq = Stack.switch(args.num_layers).layer_freq
-    if args.switch_recipe == "megatron" and "switch_eval_capacity_factor" not in line.explicit:
+    if args.switch_recipe == "megatron" and "switch_eval_capacity_factor" not in line.settled:
         # Megatron knows one factor, and takes it in evaluation too; None drops nothing.
         given = args.moe_expert_capacity_factor
         args.switch_eval_capacity_factor = -1.0 if given is None else given

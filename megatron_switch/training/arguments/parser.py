@@ -8,13 +8,12 @@ same way, and the command line, being later, wins. Nothing here reads or writes 
 variables.
 """
 
-import difflib
 import json
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,8 +24,10 @@ from megatron.training.arguments import parse_args
 from megatron_switch.architecture.model_flags import model_file, model_names
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.megatron_moe import fixed_defaults
+from megatron_switch.flags.argv import flag_name
+from megatron_switch.flags.known_flags import check_values, fixed_defaults
 from megatron_switch.flags.recipes import RECIPES
+from megatron_switch.flags.train_flags import refuse_unknown, suggestion
 
 SWITCH_DEFAULTS: Mapping[str, object] = {
     **fixed_defaults(),
@@ -47,6 +48,13 @@ class CommandLine:
     """Megatron's namespace, not validated yet."""
     explicit: frozenset[str]
     """Attributes of ``args`` whose flag stood on the command line or in the model file."""
+    stored: frozenset[str] = frozenset()
+    """Attributes whose value was taken from a checkpoint."""
+
+    @property
+    def settled(self) -> frozenset[str]:
+        """Attributes that no default replaces."""
+        return self.explicit | self.stored
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -56,7 +64,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         argv: Flags, without the program's name.
 
     Raises:
-        ConfigError: An unknown flag, a malformed value, or a bad ``--switch-model`` file.
+        ConfigError: An unknown flag, a malformed value or one out of its range, or a bad
+            ``--switch-model`` file.
     """
     seen: set[str] = set()
 
@@ -67,7 +76,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
             if action.choices and all(isinstance(choice, Enum) for choice in action.choices):
                 action.type = _member_named(action.choices)
         flags = {flag: action for action in parser._actions for flag in action.option_strings}
-        _refuse_unknown(argv, flags)
+        refuse_unknown(argv)
+        _refuse_yaml(argv)
         words = [*_model_words(argv, flags), *argv]
         seen.update(flags[word].dest for word in _flag_words(words))
         parser.set_defaults(**_defaults(words))
@@ -82,6 +92,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
                 "The command line cannot be used: Megatron reads patterns of layers, such as "
                 f"--moe-layer-freq [0,1]*12, as Python, and one of them is none: {error}."
             ) from error
+    check_values(args)
     return CommandLine(args, frozenset(seen))
 
 
@@ -105,14 +116,11 @@ def add_switch_arguments(parser: ArgumentParser) -> None:
 class _SwitchFlags(ArgumentGroupFactory):  # type: ignore[misc]
     """Megatron's flag factory with our prefix."""
 
-    def _format_arg_name(self, config_attr_name: str, prefix: str | None = None) -> str:
-        name: str = super()._format_arg_name(FLAG_PREFIX + config_attr_name, prefix)
-        return name
-
     def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
         kwargs: dict[str, Any] = super()._build_argparse_kwargs_from_field(attribute)
         kwargs["dest"] = FLAG_PREFIX + attribute.name
-        kwargs["help"] = " ".join(kwargs["help"].split()).replace("%", "%%")
+        kwargs["arg_names"] = [flag_name(kwargs["dest"])]
+        kwargs["help"] = kwargs["help"].replace("%", "%%")
         return kwargs
 
 
@@ -142,7 +150,7 @@ def _model_words(argv: Sequence[str], flags: Mapping[str, Action]) -> list[str]:
     if unknown:
         raise ConfigError(
             f"--switch-model {path} holds names that are no flag: {', '.join(unknown)}."
-            f"{_suggestion(unknown[0], flags)}"
+            f"{suggestion(unknown[0].removeprefix('--'))}"
         )
     return [word for flag, v in model.items() for word in _words(flags[flag], flag, v, path)]
 
@@ -188,20 +196,12 @@ def _flag_words(argv: Sequence[str]) -> list[str]:
     return [word.split("=", 1)[0] for word in argv if word.startswith("--")]
 
 
-def _refuse_unknown(argv: Sequence[str], flags: Mapping[str, Action]) -> None:
-    for word in _flag_words(argv):
-        if word not in flags:
-            raise ConfigError(f"There is no flag {word}.{_suggestion(word, flags)}")
-        if word == "--yaml-cfg":
-            raise ConfigError(
-                "--yaml-cfg replaces the whole command line, Switch's flags included, and cannot "
-                "be used here. Give the model's flags in a JSON file to --switch-model."
-            )
-
-
-def _suggestion(word: str, flags: Mapping[str, Action]) -> str:
-    close = difflib.get_close_matches(word, list(flags), n=3, cutoff=0.7)
-    return f" Did you mean {' or '.join(close)}?" if close else " See docs/flags.md for the list."
+def _refuse_yaml(argv: Sequence[str]) -> None:
+    if "--yaml-cfg" in _flag_words(argv):
+        raise ConfigError(
+            "--yaml-cfg replaces the whole command line, Switch's flags included, and cannot "
+            "be used here. Give the model's flags in a JSON file to --switch-model."
+        )
 
 
 def _refuse(message: str) -> NoReturn:
@@ -217,8 +217,3 @@ def _command_line_kept() -> Iterator[None]:
         yield
     finally:
         sys.argv = saved
-
-
-def switch_attributes() -> tuple[str, ...]:
-    """Return the names of all ``switch_*`` attributes, in the order of their declaration."""
-    return tuple(FLAG_PREFIX + field.name for field in fields(SwitchConfig))

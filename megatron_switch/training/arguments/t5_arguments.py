@@ -62,9 +62,9 @@ def fill_t5(line: CommandLine) -> None:
     """
     args = line.args
     for name, value in _DEFAULTS.items():
-        if name not in line.explicit:
+        if name not in line.settled:
             setattr(args, name, value)
-    if "position_embedding_type" in line.explicit and args.position_embedding_type not in (
+    if "position_embedding_type" in line.settled and args.position_embedding_type not in (
         _POSITIONS
     ):
         raise ConfigError(

@@ -46,7 +46,8 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer, check_tokenizer_flags
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
-from megatron_switch.flags.megatron_moe import check_megatron_flags
+from megatron_switch.flags.known_flags import check_megatron_flags, flags_without_effect
+from megatron_switch.flags.traits import Condition
 from megatron_switch.layout.grid import Layout
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine, parse_command_line
@@ -59,15 +60,6 @@ from megatron_switch.upstream.version import check_version
 
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "common_state")
 """How the names of all else in a checkpoint begin."""
-
-_ONLY_WITH_DROP = (
-    "switch_capacity",
-    "switch_eval_capacity_factor",
-    "switch_min_capacity",
-    "switch_capacity_rounding",
-    "switch_capacity_group",
-    "switch_drop_order",
-)
 
 
 @dataclass(frozen=True)
@@ -141,7 +133,6 @@ def open_trained_model(
     """
     check_version()
     line = parse_command_line(flags)
-    said = line.explicit
     found = find_checkpoint(checkpoint_folder(folder), iteration=line.args.ckpt_step)
     state = read_common_state(found.folder)
     stored = state.get("args")
@@ -154,7 +145,7 @@ def open_trained_model(
             "or name a file of them with --switch-model."
         )
     device = choose_device(line.args.switch_device, look_around(os.environ))
-    opening = _Opening(line, said, found, state, device, drop=drop)
+    opening = _Opening(line, found, state, device, drop=drop)
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(cuda_on_cpu())
@@ -169,7 +160,6 @@ class _Opening:
     def __init__(
         self,
         line: CommandLine,
-        said: frozenset[str],
         found: FoundCheckpoint,
         state: Mapping[str, Any],
         device: Literal["cuda", "cpu"],
@@ -177,7 +167,7 @@ class _Opening:
         drop: bool,
     ) -> None:
         self._args = line.args
-        self._said = said
+        self._explicit = line.explicit
         self._found = found
         self._state = state
         self._device = device
@@ -231,11 +221,9 @@ class _Opening:
         if drop and not args.num_experts:
             self._notes.append("--drop has no effect: the model has no experts.")
         if not drop:
-            self._notes += [
-                f"--{name.replace('_', '-')} has no effect without --drop."
-                for name in _ONLY_WITH_DROP
-                if name in self._said
-            ]
+            failed: dict[Condition, str] = {"limit": "without --drop no token is dropped."}
+            idle = flags_without_effect(self._explicit, failed)
+            self._notes += [f"{flag} has no effect: {why}" for flag, why in idle.items()]
             switch = replace(
                 switch,
                 capacity=None,
@@ -264,7 +252,7 @@ class _Opening:
         try:
             check_tokenizer_flags(self._args)
         except DataError as error:
-            if "tokenizer_model" in self._said:
+            if "tokenizer_model" in self._explicit:
                 raise
             raise DataError(
                 "The tokenizer that the checkpoint names is not where it was in training: "

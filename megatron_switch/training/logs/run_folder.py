@@ -31,31 +31,13 @@ from filelock import FileLock, Timeout
 from megatron_switch import __version__
 from megatron_switch.checkpoint.load.files import CHECKPOINTS, has_checkpoint
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.known_flags import KNOWN_FLAGS
 from megatron_switch.utils.atomic_file import renamed_into_place
 
 SCHEMA = "megatron-switch/run/1"
 COMMAND_VARIABLE = "MEGATRON_SWITCH_COMMAND"
 """Environment variable in which a launcher leaves its own command line for ``resume.sh``."""
 
-_IDENTITY = (
-    "seed",
-    "data_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "data_args_path",
-    "per_split_data_args_path",
-    "split",
-    "mock_data",
-    "tokenizer_type",
-    "tokenizer_model",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_experts",
-    "seq_length",
-)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)  # what some network file systems answer
 _OWN_NAMES = frozenset(
     {
@@ -228,7 +210,9 @@ exec {command} "$@"
 
 
 def _identity(args: Namespace) -> dict[str, Any]:
-    return {name: _plain(getattr(args, name)) for name in _IDENTITY}
+    return {
+        name: _plain(getattr(args, name)) for name, each in KNOWN_FLAGS.items() if each.identity
+    }
 
 
 def _this_command(argv: list[str]) -> list[str]:

@@ -27,7 +27,6 @@ from megatron_switch.moe.metrics.routing_counts import RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine, parse_command_line
-from megatron_switch.training.arguments.ranges import check_flag_values
 from megatron_switch.training.arguments.stored_arguments import with_checkpoint_args
 from megatron_switch.training.logs.banner import banner
 from megatron_switch.training.logs.console import Console
@@ -117,7 +116,6 @@ class _Run:
         argv: list[str],
         rehearsal: "Observed | None" = None,
     ) -> None:
-        check_flag_values(line.args)
         if line.args.load is not None:
             line.args.load = str(checkpoint_folder(Path(line.args.load)))
         self._args: Namespace = line.args

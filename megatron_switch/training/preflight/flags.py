@@ -1,7 +1,6 @@
 """Checks of a command line that need several flags, before anything is built."""
 
 from argparse import Namespace
-from collections.abc import Collection
 from typing import Literal
 
 import psutil
@@ -12,7 +11,8 @@ from megatron_switch.architecture.layer_pattern import sparse_layers
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_name
-from megatron_switch.flags.megatron_moe import check_megatron_flags, ignored_flags
+from megatron_switch.flags.known_flags import check_megatron_flags, flags_without_effect
+from megatron_switch.flags.traits import Condition
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.training.arguments.parser import CommandLine
 from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs
@@ -27,25 +27,7 @@ _REQUIRED = (
     "max_position_embeddings",
     "micro_batch_size",
 )
-_ALSO_DENSE = (
-    "arch",
-    "activation",
-    "device",
-    "nodes_per_leaf",
-    "run_dir",
-    "metrics_file",
-    "metrics_interval",
-    "model",
-    "recipe",
-    "span_density",
-    "span_length",
-)
-_SPAN_FLAGS = ("switch_span_density", "switch_span_length")
 _OWN_OPTIMIZERS = ("adam", "sgd")
-_T5_FLAGS = ("switch_activation", "switch_decoder_layer_freq", *_SPAN_FLAGS)
-_ROUNDING_FLAGS = ("switch_min_capacity", "switch_capacity_rounding")
-_FACTOR_FLAGS = ("moe_expert_capacity_factor", "switch_eval_capacity_factor", *_ROUNDING_FLAGS)
-_DROP_FLAGS = ("switch_drop_order", *_ROUNDING_FLAGS)
 _EXCESS = 4  # a buffer this many times larger than the memory is a slip of the pen
 
 
@@ -69,21 +51,18 @@ def check_before_megatron(
     _check_optimizer(args)
     if args.switch_arch == "t5":
         check_t5(args)
-    ignored = ignored_switch_flags(args, switch, line.explicit)
-    notes = []
-    if args.save_interval is not None and args.save is None:
-        notes.append("--save-interval has no effect: there is no --save and no --switch-run-dir.")
+    idle = flags_without_effect(line.explicit, failed_conditions(args, switch))
+    notes = [f"{flag} has no effect: {why}" for flag, why in idle.items()]
     if args.num_experts:
         notes += _check_nonfinite(args, switch)
         check_megatron_flags(args)
         _check_capacity(args, switch, device)
-        ignored |= ignored_flags(line.explicit)
         if switch.drop_order == "probability" and not _never_drops(args, switch):
             notes.append(
                 "--switch-drop-order probability: a later token can take the slot of an earlier "
                 "one, so this decoder sees the future while training."
             )
-    return (*(f"{flag} has no effect: {why}" for flag, why in ignored.items()), *notes)
+    return tuple(notes)
 
 
 def check_schedule(args: Namespace) -> None:
@@ -125,36 +104,26 @@ def check_schedule(args: Namespace) -> None:
         )
 
 
-def ignored_switch_flags(
-    args: Namespace, switch: SwitchConfig, explicit: Collection[str]
-) -> dict[str, str]:
-    """Return the flags that were given although another one makes them idle, with the reason.
-
-    Args:
-        args: Parsed arguments.
-        switch: Switch settings, resolved.
-        explicit: Attributes whose flag stood on the command line.
-    """
-    idle: dict[str, str] = {}
+def failed_conditions(args: Namespace, switch: SwitchConfig) -> dict[Condition, str]:
+    """Return the conditions of flags that do not hold in this run, with the reason."""
+    failed: dict[Condition, str] = {}
     if args.switch_arch != "t5":
-        idle |= dict.fromkeys(_T5_FLAGS, "it is for --switch-arch t5.")
+        failed["t5"] = "it is for --switch-arch t5."
     elif reads_pairs(args):
-        idle |= dict.fromkeys(_SPAN_FLAGS, "the data are pairs of texts.")
+        failed["spans"] = "the data are pairs of texts."
     if not args.num_experts:
-        reason = "without --num-experts every layer is dense."
-        kept = {"switch_" + name for name in _ALSO_DENSE}
-        names = [n for n in explicit if n.startswith("switch_") and n not in kept]
-        idle = {name: why for name, why in idle.items() if name in explicit}
-        return {flag_name(name): idle.get(name, reason) for name in sorted({*names, *idle})}
-    if switch.capacity is not None:
-        idle |= dict.fromkeys(_FACTOR_FLAGS, f"--switch-capacity {switch.capacity} is absolute.")
+        failed["experts"] = "without --num-experts every layer is dense."
+    elif switch.capacity is not None:
+        failed["factor"] = f"--switch-capacity {switch.capacity} is absolute."
     elif _never_drops(args, switch):
-        idle |= dict.fromkeys(_DROP_FLAGS, "both capacity factors are negative: no drops.")
+        failed["drops"] = "both capacity factors are negative: no drops."
     if not (args.switch_metrics_file or args.switch_run_dir or args.tensorboard_dir):
-        idle["switch_metrics_interval"] = (
+        failed["metrics"] = (
             "there is no --switch-metrics-file, --switch-run-dir or --tensorboard-dir."
         )
-    return {flag_name(name): reason for name, reason in idle.items() if name in explicit}
+    if args.save is None:
+        failed["save"] = "there is no --save and no --switch-run-dir."
+    return failed
 
 
 def _check_required(args: Namespace) -> None:
@@ -250,11 +219,6 @@ def _check_nonfinite(args: Namespace, switch: SwitchConfig) -> list[str]:
 
 
 def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> None:
-    if args.moe_expert_capacity_factor == 0:
-        raise ConfigError(
-            "A capacity factor of 0 would drop every token, got --moe-expert-capacity-factor 0. "
-            "Give a positive factor, or a negative one to drop no token."
-        )
     if switch.dispatch != "padded":
         return  # packed buffers hold tokens that exist, whatever the capacity
     tokens = args.micro_batch_size * max(args.seq_length, args.decoder_seq_length or 0)

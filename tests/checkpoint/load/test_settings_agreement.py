@@ -7,14 +7,14 @@ from dataclasses import fields
 import pytest
 
 from megatron_switch.checkpoint.load.settings_agreement import (
-    FREE_SETTINGS,
     check_model,
     check_optimizer_state,
     check_resume,
     check_switch_settings,
 )
-from megatron_switch.config import FLAG_PREFIX, SwitchConfig
+from megatron_switch.config import FLAG_PREFIX, SwitchConfig, switch_traits
 from megatron_switch.errors import CheckpointError
+from megatron_switch.flags.known_flags import flags_with
 
 MEGATRON = {
     # the model
@@ -30,6 +30,7 @@ MEGATRON = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "swiglu": False,
+    "layernorm_zero_centered_gamma": False,
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": False,
     "num_experts": 8,
@@ -128,6 +129,7 @@ def test_a_checkpoint_without_arguments_says_that_nothing_was_compared():
         ("padded_vocab_size", 2048, "--padded-vocab-size: 1024 in the checkpoint, 2048 now"),
         ("normalization", "LayerNorm", "--normalization: RMSNorm in the checkpoint, LayerNorm now"),
         ("swiglu", True, "--swiglu: False in the checkpoint, True now"),
+        ("layernorm_zero_centered_gamma", True, "--apply-layernorm-1p: False in"),
         ("add_bias_linear", True, "--disable-bias-linear): False in the checkpoint, True now"),
         (
             "untie_embeddings_and_output_weights",
@@ -244,16 +246,11 @@ def test_a_checkpoint_of_an_older_release_is_of_a_decoder_only_model():
         check_model(stored, arguments(switch_arch="t5"))
 
 
-@pytest.mark.parametrize("name", sorted(FREE_SETTINGS))
+@pytest.mark.parametrize("name", sorted(set(flags_with("free")) & switch_traits().keys()))
 def test_where_and_how_fast_may_change(name):
-    changed = arguments(**{FLAG_PREFIX + name: "another"})
+    changed = arguments(**{name: "another"})
     changed.switch_override_checkpoint = False
     assert check_switch_settings(arguments(), changed) == ()
-
-
-def test_free_settings_are_settings():
-    names = {field.name for field in fields(SwitchConfig)}
-    assert names >= FREE_SETTINGS - {"override_checkpoint"}
 
 
 @pytest.mark.parametrize("unset", [None, 0, 0.0])

@@ -236,7 +236,7 @@ def test_notes_go_to_standard_error(trained, capfd):
     error = capfd.readouterr().err
     assert "iter_0000012: 7" in error  # parameters
     assert "--top-k has no effect with --greedy." in error
-    assert "--switch-capacity has no effect without --drop." in error
+    assert "--switch-capacity has no effect: without --drop no token is dropped." in error
     assert "sequences of 32: only the last 32 are seen." in error
 
 

@@ -14,7 +14,6 @@ from megatron.training.argument_utils import (
 
 from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.testing.checkpoints import save_checkpoint
-from megatron_switch.training.arguments import stored_arguments
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.arguments.stored_arguments import (
@@ -77,13 +76,19 @@ def test_everything_that_builds_a_model_is_taken_or_known_not_to_be(sparse_line)
     assert Noting.asked - known == set()
 
 
-def test_no_name_is_stale():
-    flags = set(vars(parse_command_line([]).args))
-    assert stored_arguments._NOT_THE_MODEL <= TRANSFORMER
-    assert flags >= stored_arguments._ALSO_THE_MODEL
-    assert flags >= tokenizer_attributes()
-    for prefix in stored_arguments._NOT_THE_MODEL_PREFIXES:
-        assert [name for name in TRANSFORMER if name.startswith(prefix)], prefix
+def test_tokenizer_flags_are_attributes():
+    assert flags() >= tokenizer_attributes()
+
+
+@pytest.mark.parametrize(
+    "family", ["cuda_graph_", "fp4", "fp8", "inference_", "init_", "recompute_"]
+)
+def test_no_flag_of_speed_or_precision_is_taken(family):
+    assert [name for name in model_attributes() & flags() if name.startswith(family)] == []
+
+
+def flags() -> set[str]:
+    return set(vars(parse_command_line([]).args))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,7 @@ def test_settings_of_the_model_are_taken(name):
         "moe_pad_expert_input_to_capacity",
         "switch_dispatch",
         "switch_device",
+        "switch_nodes_per_leaf",
         "switch_run_dir",
     ],
 )
@@ -145,8 +151,8 @@ def test_an_explicit_flag_wins_and_what_was_taken_keeps_defaults_away():
     assert (args.num_layers, args.num_experts, args.moe_layer_freq) == (4, 8, [0, 0, 1, 1])
     assert (args.seq_length, args.tokenizer_model) == (16, "there.model")
     assert (args.tensor_model_parallel_size, args.lr) == (1, None)
-    assert "moe_layer_freq" in taken.explicit
-    assert "moe_layer_freq" not in line.explicit
+    assert "moe_layer_freq" in taken.settled - taken.explicit
+    assert "moe_layer_freq" not in line.settled
 
 
 @pytest.fixture
@@ -170,7 +176,7 @@ def test_model_and_routing_come_from_the_checkpoint_unless_given(sparse_line, fo
     flags = f"--use-checkpoint-args --load {folder} --num-layers 2 --moe-z-loss-coeff 0.5"
     line = with_checkpoint_args(sparse_line(flags))
     assert line.args.moe_layer_freq == [1, 1]
-    assert "moe_layer_freq" in line.explicit  # no default replaces it
+    assert "moe_layer_freq" in line.settled  # no default replaces it
     assert (line.args.switch_capacity, line.args.switch_capacity_group) == (64, "sequence")
     assert line.args.moe_input_jitter_eps == 1e-2
     assert line.args.moe_z_loss_coeff == 0.5

@@ -6,11 +6,12 @@ from megatron_switch.architecture.layer_pattern import stacks_of
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError, LayoutError
+from megatron_switch.flags.known_flags import flags_without_effect
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch
-from megatron_switch.training.preflight.flags import ignored_switch_flags
+from megatron_switch.training.preflight.flags import failed_conditions
 
 T5 = (
     "--switch-arch t5 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --vocab-size 127 "
@@ -133,7 +134,7 @@ def ignored(flags):
     line = parse_command_line(flags.split())
     fill_defaults(line, "cpu")
     switch = resolve_dispatch(line.args, SwitchConfig.from_args(line.args), "cpu")
-    return ignored_switch_flags(line.args, switch, line.explicit)
+    return flags_without_effect(line.explicit, failed_conditions(line.args, switch))
 
 
 def test_flags_of_the_other_architecture_or_objective_are_idle():

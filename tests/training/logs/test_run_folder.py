@@ -141,7 +141,7 @@ def test_another_run_is_refused_with_both_values(folder):
     before = started(folder)
     with pytest.raises(ConfigError, match=r"(?s)another run:\n  --seed: 1234 there, 5 now\n"):
         started(folder, seed=5)
-    message = r"(?s)--data-path: \['text'\] there, \['other'\] now.*--num-experts: 8 there, None"
+    message = r"(?s)--num-experts: 8 there, None now.*--data-path: \['text'\] there, \['other'\]"
     with pytest.raises(ConfigError, match=message):
         started(folder, data_path=["other"], num_experts=None)
     assert json.loads((folder.path / "run.json").read_text()) == before
