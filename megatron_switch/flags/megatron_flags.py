@@ -14,8 +14,8 @@ refused
 harmless
     Tunes something that a Switch layer does not have. Accepted, with a warning.
 
-All other flags of Megatron are honoured. They have a row if their range is checked, or if it matters
-what a checkpoint says of them.
+All other flags of Megatron are honoured. They have a row if their range is checked, or where a
+checkpoint's value matters.
 """
 
 from dataclasses import dataclass
