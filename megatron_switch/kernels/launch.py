@@ -25,9 +25,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     first = arguments[0]
     if 0 in grid or not has_values(first):
         return
-    with torch.cuda.device(
-        first.get_device()
-    ):  # Triton launches on the current one; -1 changes none
+    with torch.cuda.device(first.get_device()):  # where Triton launches; -1, the CPU's, is ignored
         kernel[grid](*arguments, **constants)
 
 

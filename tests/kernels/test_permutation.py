@@ -16,11 +16,11 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 def random_map(num_sources: int, num_rows: int, copies: int) -> exchange.RowMap:
     """Place copies of sources in rows of their own; some copies get no row, some rows no copy."""
     place = torch.randperm(max(num_rows, num_sources * copies))[: num_sources * copies]
-    back_SK = place.where(place < num_rows, -1).view(num_sources, copies)
-    take_N = torch.full((num_rows,), -1)
-    source_SK = torch.arange(num_sources).unsqueeze(1).expand_as(back_SK)
-    take_N[back_SK[back_SK >= 0]] = source_SK[back_SK >= 0]
-    return exchange.RowMap(take_N, back_SK, take_has_gaps=True, back_has_gaps=True)
+    copies_SK = place.where(place < num_rows, -1).view(num_sources, copies)
+    source_N = torch.full((num_rows,), -1)
+    source_SK = torch.arange(num_sources).unsqueeze(1).expand_as(copies_SK)
+    source_N[copies_SK[copies_SK >= 0]] = source_SK[copies_SK >= 0]
+    return exchange.RowMap(source_N, copies_SK, source_has_gaps=True, copies_have_gaps=True)
 
 
 def assert_close(actual: torch.Tensor, oracle: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ def test_a_gather_is_that_of_torch(kernels, dtype, num_sources, num_rows, copies
     x_SD = torch.randn(num_sources, width).to(dtype).requires_grad_()
     oracle_SD = x_SD.detach().double().requires_grad_()
 
-    actual_ND = kernels.permutation.gather_rows(x_SD, rows.take, rows.back)
+    actual_ND = kernels.permutation.gather_rows(x_SD, rows.source, rows.copies)
     expected_ND = exchange.gather_rows(oracle_SD, rows)
     assert actual_ND.dtype == dtype
     assert torch.equal(actual_ND.double(), expected_ND)  # nothing is rounded
@@ -59,7 +59,7 @@ def test_a_scatter_is_that_of_torch(kernels, gated, dtype, num_sources, num_rows
     gate_S = torch.rand(num_sources).requires_grad_() if gated else None
     oracle_ND = x_ND.detach().double().requires_grad_()
 
-    actual_SD = kernels.permutation.scatter_rows(x_ND, rows.take, rows.back, gate_S)
+    actual_SD = kernels.permutation.scatter_rows(x_ND, rows.source, rows.copies, gate_S)
     expected_SD = exchange.scatter_rows(oracle_ND, rows)
     if gate_S is not None:
         oracle_gate_S = gate_S.detach().double().requires_grad_()
@@ -78,25 +78,32 @@ def test_a_scatter_is_that_of_torch(kernels, gated, dtype, num_sources, num_rows
 def test_what_is_dropped_is_exactly_zero_whatever_its_gate(kernels):
     rows_ND = torch.full((3, 4), torch.nan, requires_grad=True)
     gate_S = torch.tensor([torch.inf, torch.nan], requires_grad=True)
-    take_N, back_SK = torch.full((3,), -1), torch.full((2, 1), -1)
-    y_SD = kernels.permutation.scatter_rows(rows_ND, take_N, back_SK, gate_S)
+    source_N, copies_SK = torch.full((3,), -1), torch.full((2, 1), -1)
+    y_SD = kernels.permutation.scatter_rows(rows_ND, source_N, copies_SK, gate_S)
     y_SD.backward(torch.full((2, 4), torch.nan))
     assert torch.equal(y_SD, torch.zeros(2, 4))
     assert torch.equal(rows_ND.grad, torch.zeros(3, 4))
     assert torch.equal(gate_S.grad, torch.zeros(2))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_what_float32_cannot_hold_is_refused(kernels, dtype):
+    source_N, copies_SK = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(AssertionError, match=str(dtype)):
+        kernels.permutation.gather_rows(torch.ones(1, 4, dtype=dtype), source_N, copies_SK)
+
+
 def fake_step(dtype: torch.dtype, width: int, copies: int):
     """Gather and scatter rows that claim to be on a GPU, forward and backward."""
     with FakeTensorMode():
         x_SD = torch.empty(400, width, device="cuda", dtype=dtype)
-        take_N = torch.empty(500, device="cuda", dtype=torch.int64)
-        back_SK = torch.empty(400, copies, device="cuda", dtype=torch.int64)
+        source_N = torch.empty(500, device="cuda", dtype=torch.int64)
+        copies_SK = torch.empty(400, copies, device="cuda", dtype=torch.int64)
         gate_S = torch.empty(400, device="cuda")
         ctx = Context()
-        rows_ND = permutation._Gather.forward(ctx, x_SD, take_N, back_SK)
+        rows_ND = permutation._Gather.forward(ctx, x_SD, source_N, copies_SK)
         grad_x_SD, *_ = permutation._Gather.backward(ctx, torch.empty_like(rows_ND))
-        y_SD = permutation._Scatter.forward(ctx, rows_ND, take_N, back_SK, gate_S)
+        y_SD = permutation._Scatter.forward(ctx, rows_ND, source_N, copies_SK, gate_S)
         grad_rows_ND, _, _, grad_gate_S = permutation._Scatter.backward(ctx, y_SD)
         return rows_ND, grad_x_SD, y_SD, grad_rows_ND, grad_gate_S
 
