@@ -19,7 +19,6 @@ from megatron_switch.layout.nodes import GroupSpread
 from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.validation import validate_layout
 from megatron_switch.planner.hardware.cluster import Hardware
-from megatron_switch.planner.reasons import expert_spread
 
 Shape = Literal["srun", "torchrun"]
 """Launcher of a node's processes: one srun task per GPU, or one torchrun per node."""
@@ -183,7 +182,7 @@ class LaunchJob:
     @property
     def experts(self) -> GroupSpread:
         """Nodes and leaf switches of an expert group, with nodes in SLURM's order."""
-        return expert_spread(self.layout, self.hardware)
+        return self.hardware.expert_spread(self.layout)
 
     @property
     def notes(self) -> list[str]:

@@ -138,6 +138,13 @@ class Layout(Sizes):
         """Return the layout of ``sizes``; raises LayoutError where they form none."""
         return cls(**sizes.given(), order=sizes.order)
 
+    @property
+    def name(self) -> str:
+        """The sizes in a few letters: ``TP4 PP8 VP3 EP128 ETP1``; VP and CP only above 1."""
+        sizes = {axis: getattr(self, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "etp")}
+        shown = (axis for axis, size in sizes.items() if size > 1 or axis not in ("vp", "cp"))
+        return " ".join(f"{axis.upper()}{sizes[axis]}" for axis in shown)
+
     @cached_property
     def dense(self) -> Grid:
         """The grid tp, cp, dp, pp, in the order of the ranks."""

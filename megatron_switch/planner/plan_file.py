@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_switch.errors import LayoutError
+from megatron_switch.planner.bottleneck import bottleneck
 from megatron_switch.planner.hardware.cluster import hardware_as_json
+from megatron_switch.planner.layout_plan import LayoutPlan
 from megatron_switch.planner.plan_flags import plan_flags
-from megatron_switch.planner.reasons import binding_constraint, spreads, warnings_of
-from megatron_switch.planner.search import Plan, Request
+from megatron_switch.planner.plan_warnings import plan_warnings
+from megatron_switch.planner.request import PlanRequest
 from megatron_switch.utils.fields import Fields
 
 SCHEMA = "megatron-switch.plan/1"
@@ -45,31 +47,33 @@ class PlannedJob:
 
 
 def plans_as_json(
-    plans: Sequence[Plan], request: Request, model_words: Sequence[str]
+    plans: Sequence[LayoutPlan], request: PlanRequest, model_argv: Sequence[str]
 ) -> dict[str, object]:
     """Return the object that :func:`read_plan` reads.
 
     Args:
-        plans: Plans, best first.
+        plans: BestPlans, best first.
         request: What was asked for.
-        model_words: The model's own flags.
+        model_argv: The model's own flags.
     """
     return {
         "schema": SCHEMA,
         "nodes": request.nodes,
         "gpus_per_node": request.hardware.gpus_per_node,
         "hardware": {"name": request.hardware.name, **hardware_as_json(request.hardware)},
-        "plans": [_plan_as_json(plan, request, model_words) for plan in plans],
+        "plans": [_plan_as_json(plan, request, model_argv) for plan in plans],
     }
 
 
-def _plan_as_json(plan: Plan, request: Request, model_words: Sequence[str]) -> dict[str, object]:
+def _plan_as_json(
+    plan: LayoutPlan, request: PlanRequest, model_argv: Sequence[str]
+) -> dict[str, object]:
     layout, timing = plan.layout, plan.timing
-    groups = spreads(layout, request.hardware)
+    groups = request.hardware.spreads(layout)
     return {
         "layout": {**layout.given(), "etp": layout.etp, "dp": layout.dp, "edp": layout.edp},
         "training": asdict(plan.training),
-        "flags": [*model_words, *plan_flags(layout, plan.training)],
+        "flags": [*model_argv, *plan_flags(layout, plan.training)],
         "groups": {name: asdict(spread) for name, spread in groups.items()},
         "memory_bytes": {
             **{name.replace(" ", "_"): size for name, size in plan.memory.parts().items()},
@@ -97,8 +101,8 @@ def _plan_as_json(plan: Plan, request: Request, model_words: Sequence[str]) -> d
         "useful_mfu": timing.useful_mfu,
         "dropped": plan.dropped,
         "lower_bound": not request.hardware.fitted,
-        "binding": binding_constraint(plan, request.hardware),
-        "warnings": warnings_of(plan, request),
+        "binding": bottleneck(plan, request.hardware),
+        "warnings": plan_warnings(plan, request),
     }
 
 

@@ -151,3 +151,8 @@ def test_an_unknown_group_is_refused():
     for ask in (lambda: Layout(8).group("tensor", 0), lambda: Layout(8).groups("tensor")):
         with pytest.raises(LayoutError, match=r"no group called 'tensor'; groups are tp, cp, dp"):
             ask()
+
+
+def test_a_name_leaves_out_context_parallelism_and_virtual_stages_of_1():
+    assert Layout(8, ep=8).name == "TP1 PP1 EP8 ETP1"
+    assert Layout(8, pp=2, cp=2, vp=3, ep=2).name == "TP1 PP2 VP3 CP2 EP2 ETP1"

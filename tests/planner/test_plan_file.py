@@ -10,13 +10,13 @@ from megatron_switch.layout.workload import Training
 from megatron_switch.planner.hardware.cluster import load_hardware
 from megatron_switch.planner.plan_file import plans_as_json, read_plan
 from megatron_switch.planner.plan_flags import plan_flags
-from megatron_switch.planner.planning import find_plans
-from megatron_switch.planner.search import Request
+from megatron_switch.planner.request import PlanRequest
+from megatron_switch.planner.search import find_plans
 
 
 @pytest.fixture(scope="module")
 def written():
-    request = Request(
+    request = PlanRequest(
         model=model_from_flags(read_model("switch-base-128")),
         training=Training(seq_length=512, global_batch_size=256),
         hardware=load_hardware("h100-80gb-ndr"),

@@ -18,12 +18,12 @@ from rich.console import Console
 
 from megatron_switch.architecture.model_flags import model_names
 from megatron_switch.commands.argument_types import count
-from megatron_switch.commands.cluster.plan_report import Report
+from megatron_switch.commands.cluster.plan_report import PlanReport
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import split_train_flags
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Slots
-from megatron_switch.planner.grid_form import GridForm, nearest_that_fit, states_by_sharding
+from megatron_switch.planner.grid_product import GridProduct, nearest_that_fit, states_by_sharding
 from megatron_switch.planner.hardware.cluster import (
     Hardware,
     hardware_as_json,
@@ -33,11 +33,11 @@ from megatron_switch.planner.hardware.cluster import (
 from megatron_switch.planner.hardware.link_fit import fitted_hardware, fitted_step
 from megatron_switch.planner.hardware.nccl_output import read_runs
 from megatron_switch.planner.hardware.node_order import order_nodes, read_topology, whole_blocks
+from megatron_switch.planner.layout_plan import LayoutPlan, best_plan, evaluate
 from megatron_switch.planner.plan_file import plans_as_json
-from megatron_switch.planner.plan_request import PlannedModel, planned_model
-from megatron_switch.planner.planning import Plans, find_plans
-from megatron_switch.planner.reasons import expert_spread
-from megatron_switch.planner.search import Plan, Request, best_of_choice, work_out
+from megatron_switch.planner.planned_model import PlannedModel, planned_model
+from megatron_switch.planner.request import PlanRequest
+from megatron_switch.planner.search import BestPlans, find_plans
 
 _FACTORS = (1.0, 1.1, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0)
 _BATCH_TOKENS = 2**20  # as in the Switch paper
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     model = planned_model(options.model, pretrain)
     hardware = _hardware(options)
     if options.grid is not None:
-        form = GridForm.parse(options.grid)
+        form = GridProduct.parse(options.grid)
         options.nodes = options.nodes or max(1, form.world_size // hardware.gpus_per_node)
     request = _request(options, model, hardware)
     if options.measured_step is not None:
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
         text = json.dumps(hardware_as_json(request.hardware), indent=2)
         Path(options.write_hardware).write_text(text + "\n", encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else _WIDE, soft_wrap=True)
-    report = Report(console, request, model.argv)
+    report = PlanReport(console, request, model.argv)
     if options.grid is not None:
         return _answer_grid(form, request, report, model)
     plans = find_plans(request, count=options.count)
@@ -179,7 +179,7 @@ def _hardware(options: Namespace) -> Hardware:
     return hardware
 
 
-def _request(options: Namespace, model: PlannedModel, hardware: Hardware) -> Request:
+def _request(options: Namespace, model: PlannedModel, hardware: Hardware) -> PlanRequest:
     nodes = options.nodes or 1
     ranks = nodes * hardware.gpus_per_node
     batch = options.global_batch_size or model.global_batch_size
@@ -190,7 +190,7 @@ def _request(options: Namespace, model: PlannedModel, hardware: Hardware) -> Req
         global_batch_size=batch,
         transformer_engine=options.transformer_engine or model.training.transformer_engine,
     )
-    return Request(
+    return PlanRequest(
         model=model.model,
         training=training,
         hardware=hardware,
@@ -204,14 +204,14 @@ def _request(options: Namespace, model: PlannedModel, hardware: Hardware) -> Req
     )
 
 
-def _with_measured_step(request: Request, measured: float) -> Request:
+def _with_measured_step(request: PlanRequest, measured: float) -> PlanRequest:
     predicted = find_plans(request, count=1).best[0].timing.step
     return replace(
         request, hardware=fitted_step(request.hardware, measured=measured, predicted=predicted)
     )
 
 
-def _numbered(plans: Plans, number: int) -> Plan:
+def _numbered(plans: BestPlans, number: int) -> LayoutPlan:
     if number > len(plans.best):
         raise ConfigError(
             f"--explain {number} asks for a layout that is not among the {len(plans.best)} shown. "
@@ -220,17 +220,19 @@ def _numbered(plans: Plans, number: int) -> Plan:
     return plans.best[number - 1]
 
 
-def _sweep(plan: Plan, request: Request) -> list[tuple[float, int, Plan]]:
+def _sweep(plan: LayoutPlan, request: PlanRequest) -> list[tuple[float, int, LayoutPlan]]:
     rows = []
     for factor in _FACTORS:
         capacity = replace(plan.training.capacity, factor=factor, slots=None)
         training = replace(plan.training, capacity=capacity)
         slots = Slots.of(request.model.num_experts, plan.layout, training)
-        rows.append((factor, slots.capacity, work_out(request, plan.layout, training)))
+        rows.append((factor, slots.capacity, evaluate(request, plan.layout, training)))
     return rows
 
 
-def _answer_grid(form: GridForm, request: Request, report: Report, model: PlannedModel) -> int:
+def _answer_grid(
+    form: GridProduct, request: PlanRequest, report: PlanReport, model: PlannedModel
+) -> int:
     layout = form.layout()
     if layout.world_size != request.world_size:
         raise ConfigError(
@@ -248,26 +250,26 @@ def _answer_grid(form: GridForm, request: Request, report: Report, model: Planne
     return 0
 
 
-def _as_asked(request: Request, layout: Layout) -> Plan:
+def _as_asked(request: PlanRequest, layout: Layout) -> LayoutPlan:
     """Return the cheapest way to train in a layout that fits; else the fully sharded one."""
     sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
     exact = replace(request, fixed={**request.fixed, **sizes})
     for legal in exact.legal_sizes():
-        plan = best_of_choice(exact, legal)
+        plan = best_plan(exact, legal)
         if plan is not None:
             return plan
     training = replace(request.training, sharding="fully_sharded", sequence_parallel=layout.tp > 1)
-    return work_out(request, layout, training)
+    return evaluate(request, layout, training)
 
 
-def _place(options: Namespace, plan: Plan, request: Request, report: Report) -> None:
+def _place(options: Namespace, plan: LayoutPlan, request: PlanRequest, report: PlanReport) -> None:
     leaf_of = read_topology(Path(options.topology))
     if len(leaf_of) != request.nodes:
         raise ConfigError(
             f"{options.topology} names {len(leaf_of)} nodes and the plan is for {request.nodes}. "
             "Give the lines of the job's nodes only, or change --nodes."
         )
-    spread = expert_spread(plan.layout, request.hardware)
+    spread = request.hardware.expert_spread(plan.layout)
     placement = order_nodes(leaf_of, spread.nodes)
     report.placement(placement, before=whole_blocks(leaf_of, spread.nodes))
     if options.write_hostfile is not None:

@@ -8,21 +8,16 @@ from rich.table import Table
 
 from megatron_switch.architecture.parameters import active_parameters, total_parameters
 from megatron_switch.layout.workload import Sharding
+from megatron_switch.planner.bottleneck import bottleneck, why_faster
 from megatron_switch.planner.cost.state import RankState
-from megatron_switch.planner.explain import explain
-from megatron_switch.planner.grid_form import GridForm
-from megatron_switch.planner.hardware.node_order import Placement
+from megatron_switch.planner.explanation import explain
+from megatron_switch.planner.grid_product import GridProduct
+from megatron_switch.planner.hardware.node_order import NodeOrder
+from megatron_switch.planner.layout_plan import LayoutPlan
 from megatron_switch.planner.plan_flags import plan_flags
-from megatron_switch.planner.planning import Plans
-from megatron_switch.planner.reasons import (
-    binding_constraint,
-    expert_spread,
-    layout_name,
-    spreads,
-    warnings_of,
-    why_better,
-)
-from megatron_switch.planner.search import Plan, Request
+from megatron_switch.planner.plan_warnings import plan_warnings
+from megatron_switch.planner.request import PlanRequest
+from megatron_switch.planner.search import BestPlans
 
 _SHARDING = {
     "replicated": "optimizer state on every copy",
@@ -31,10 +26,10 @@ _SHARDING = {
 }
 
 
-class Report:
+class PlanReport:
     """Writes to one console."""
 
-    def __init__(self, console: Console, request: Request, model_words: Sequence[str]) -> None:
+    def __init__(self, console: Console, request: PlanRequest, model_words: Sequence[str]) -> None:
         """Hold what every part needs."""
         self._console, self._request = console, request
         self._model_words = list(model_words)
@@ -57,24 +52,24 @@ class Report:
         modules = "Transformer Engine" if request.training.transformer_engine else "plain torch"
         self._say(f"modules  {modules}")
 
-    def best(self, plans: Plans) -> None:
+    def best(self, plans: BestPlans) -> None:
         """Show the best layouts, why each stands where it does, and the first one's flags."""
         self._say(
-            f"\n{plans.legal} legal choices of sizes, {plans.worked_out} worked out; the others "
+            f"\n{plans.legal} legal choices of sizes, {plans.evaluated} worked out; the others "
             "are slower even at best, or too large."
         )
         self.table(plans.best)
         for number, plan in enumerate(plans.best, 1):
             follower = plans.best[number] if number < len(plans.best) else None
-            reason = f"; {why_better(plan, follower)}" if follower else ""
-            bound = binding_constraint(plan, self._request.hardware)
-            self._say(f"{number}. {layout_name(plan.layout)}: bound by {bound}{reason}.")
+            reason = f"; {why_faster(plan, follower)}" if follower else ""
+            bound = bottleneck(plan, self._request.hardware)
+            self._say(f"{number}. {plan.layout.name}: bound by {bound}{reason}.")
         self.groups(plans.best[0])
         self.warnings(plans.best[0])
         self.flags(plans.best[0])
         self.caveat()
 
-    def table(self, plans: Sequence[Plan]) -> None:
+    def table(self, plans: Sequence[LayoutPlan]) -> None:
         """Show layouts as rows."""
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in _COLUMNS:
@@ -94,28 +89,28 @@ class Report:
                 f"optimizer's step, which needs {needs} GB in place of act and buffer."
             )
 
-    def groups(self, plan: Plan) -> None:
+    def groups(self, plan: LayoutPlan) -> None:
         """Show over how many nodes and leaves each group is spread."""
         self._say("\nGroups of the first (ranks; nodes; leaf switches):")
         parts = [
             f"{name} {spread.members}; {spread.nodes}; {spread.leaves}"
-            for name, spread in spreads(plan.layout, self._request.hardware).items()
+            for name, spread in self._request.hardware.spreads(plan.layout).items()
         ]
         self._say("  " + "   ".join(parts))
 
-    def warnings(self, plan: Plan) -> None:
+    def warnings(self, plan: LayoutPlan) -> None:
         """Show what is likely to hurt."""
-        for warning in warnings_of(plan, self._request):
+        for warning in plan_warnings(plan, self._request):
             self._say(f"warning: {warning}")
 
-    def flags(self, plan: Plan) -> None:
+    def flags(self, plan: LayoutPlan) -> None:
         """Show the words for ``megatron-switch train``."""
         words = [*self._model_words, *plan_flags(plan.layout, plan.training)]
         self._say("\nFlags:")
         for line in _wrapped(words):
             self._say(f"  {line}")
 
-    def placement(self, placement: Placement, *, before: int) -> None:
+    def placement(self, placement: NodeOrder, *, before: int) -> None:
         """Show the order of nodes that keeps expert groups under a leaf switch."""
         self._say(
             f"\nExpert groups under one leaf switch: {before} of {placement.blocks} in the file's "
@@ -136,9 +131,9 @@ class Report:
                 "read nccl-tests output, and --measured-step one step."
             )
 
-    def explained(self, plan: Plan) -> None:
+    def explained(self, plan: LayoutPlan) -> None:
         """Show one layout line by line."""
-        self._say(f"\n{layout_name(plan.layout)}")
+        self._say(f"\n{plan.layout.name}")
         for section in explain(plan, self._request):
             table = Table(box=None, show_header=False, pad_edge=False)
             table.add_column(style="bold")
@@ -150,9 +145,9 @@ class Report:
             self._console.print(table)
         self.caveat()
 
-    def capacity_sweep(self, rows: Sequence[tuple[float, int, Plan]]) -> None:
+    def capacity_sweep(self, rows: Sequence[tuple[float, int, LayoutPlan]]) -> None:
         """Show drop rate and memory against the capacity factor."""
-        self._say(f"\nCapacity factors in {layout_name(rows[0][2].layout)}:")
+        self._say(f"\nCapacity factors in {rows[0][2].layout.name}:")
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("factor", "slots", "dropped", "memory GB", "tokens/s GPU", "kept tokens/s"):
             table.add_column(column, justify="right")
@@ -169,10 +164,10 @@ class Report:
 
     def grid(
         self,
-        form: GridForm,
-        plan: Plan,
+        form: GridProduct,
+        plan: LayoutPlan,
         states: dict[Sharding, RankState],
-        nearest: Sequence[Plan],
+        nearest: Sequence[LayoutPlan],
     ) -> None:
         """Answer the tutorials' form literally, and say what fits nearby."""
         budget = self._request.hardware.budget
@@ -233,12 +228,12 @@ _COLUMNS = (
 _LEFT = ("layout", "dispatch", "saving", "EP on")
 
 
-def _row(plan: Plan, request: Request) -> list[str]:
+def _row(plan: LayoutPlan, request: PlanRequest) -> list[str]:
     memory, timing, layout = plan.memory, plan.timing, plan.layout
-    spread = expert_spread(layout, request.hardware)
+    spread = request.hardware.expert_spread(layout)
     where = f"{spread.nodes} nodes" if spread.nodes > 1 else "one node"
     return [
-        layout_name(layout),
+        layout.name,
         f"{layout.dp}/{layout.edp}",
         str(plan.training.micro_batch_size),
         plan.training.dispatch,
@@ -258,7 +253,7 @@ def _row(plan: Plan, request: Request) -> list[str]:
     ]
 
 
-def _saving(plan: Plan) -> str:
+def _saving(plan: LayoutPlan) -> str:
     training = plan.training
     words = [
         {"replicated": "none", "distributed": "dist", "fully_sharded": "fsdp"}[training.sharding]

@@ -71,8 +71,8 @@ def layers_of_stage(model: Architecture, pp: int, vp: int, stage: int) -> StageL
 
 
 @lru_cache(maxsize=4096)
-def telling_stages(model: Architecture, pp: int, vp: int) -> tuple[int, ...]:
-    """Return the stages among which the fullest is: first, last, and the one with most experts.
+def extreme_stages(model: Architecture, pp: int, vp: int) -> tuple[int, ...]:
+    """Return the stages one of which needs most: first, last, and the one with most experts.
 
     Raises:
         LayoutError: If the layers are no multiple of the chunks.

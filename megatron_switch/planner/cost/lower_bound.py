@@ -28,7 +28,7 @@ class _Part:
     owned: float
 
 
-class Bound:
+class LowerBound:
     """Lower bounds for one model, batch and cluster."""
 
     def __init__(

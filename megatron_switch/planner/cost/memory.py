@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
-from megatron_switch.planner.cost.activations import kept_by_layers, telling_stages
+from megatron_switch.planner.cost.activations import extreme_stages, kept_by_layers
 from megatron_switch.planner.cost.state import StateBytes, state_bytes
 
 
@@ -114,7 +114,7 @@ def predict_peak(
     model: Architecture, layout: Layout, training: Training
 ) -> tuple[int, MemoryByPart]:
     """Return the stage that needs most, and its memory."""
-    stages = telling_stages(model, layout.pp, layout.vp)
+    stages = extreme_stages(model, layout.pp, layout.vp)
     by_stage = {stage: predict(model, layout, training, stage=stage) for stage in stages}
     worst = max(by_stage, key=lambda stage: by_stage[stage].total)
     return worst, by_stage[worst]

@@ -22,9 +22,9 @@ from megatron_switch.layout.workload import Slots, Training
 from megatron_switch.planner.cost.activations import (
     StageLayers,
     drop_rate,
+    extreme_stages,
     layers_of_stage,
     rows_of_experts,
-    telling_stages,
 )
 from megatron_switch.planner.cost.traffic import Traffic, Transfer
 from megatron_switch.planner.hardware.cluster import Hardware
@@ -122,7 +122,7 @@ def micro_batch_flops(model: Architecture, layout: Layout, training: Training) -
     """
     stages = {
         layers_of_stage(model, layout.pp, layout.vp, stage)
-        for stage in telling_stages(model, layout.pp, layout.vp)
+        for stage in extreme_stages(model, layout.pp, layout.vp)
     }
     return max(_stage_flops(model, layout, training, layers) for layers in stages)
 

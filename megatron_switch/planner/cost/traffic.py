@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.nodes import GroupSpread, group_spread
+from megatron_switch.layout.nodes import GroupSpread
 from megatron_switch.layout.workload import Training
 from megatron_switch.planner.cost.activations import (
+    extreme_stages,
     layers_of_stage,
     rows_of_experts,
-    telling_stages,
 )
 from megatron_switch.planner.hardware.cluster import Hardware
 
@@ -122,7 +122,7 @@ class Traffic:
         self._hardware = hardware
         self._micro_batches = training.micro_batches(layout)
         # Stages may hold different numbers of sparse layers; the fullest sets the pace.
-        numbers = telling_stages(model, layout.pp, layout.vp)
+        numbers = extreme_stages(model, layout.pp, layout.vp)
         stages = [layers_of_stage(model, layout.pp, layout.vp, number) for number in numbers]
         self.sparse_layers = max(stage.sparse for stage in stages)
         self._dense = max(stage.dense for stage in stages)
@@ -136,15 +136,12 @@ class Traffic:
             self._layers += model.encoder.num_layers + model.decoder.num_layers
         self._elements = training.width * model.hidden_size
 
-    def spread(self, *axes: str) -> GroupSpread:
-        """Return where the group of rank 0 along ``axes`` runs."""
-        hardware = self._hardware
-        return group_spread(self._layout, axes, hardware.gpus_per_node, hardware.nodes_per_leaf)
-
     def exchange(self) -> AllToAll:
         """Return one all-to-all of tokens."""
         rows = rows_of_experts(self._model, self._layout, self._training)
-        return all_to_all(rows * self._elements, self.spread("etp", "ep"), self._hardware)
+        return all_to_all(
+            rows * self._elements, self._hardware.expert_spread(self._layout), self._hardware
+        )
 
     def per_micro_batch(self) -> list[Transfer]:
         """Return what a micro-batch sends on one stage, as sums over the step."""
@@ -166,7 +163,7 @@ class Traffic:
         ]
 
     def _all_to_all(self) -> Transfer:
-        spread = self.spread("etp", "ep")
+        spread = self._hardware.expert_spread(self._layout)
         if spread.members == 1:
             return _none("all-to-all", spread)
         tokens = self.exchange()
@@ -185,7 +182,7 @@ class Traffic:
         )
 
     def _slots(self) -> Transfer:
-        spread = self.spread("tp", "cp")
+        spread = self._hardware.spread(self._layout, "tp", "cp")
         if self._training.dispatch == "packed" or spread.members == 1:
             return _none("slots", spread)
         again = self._training.recompute == "full" or self._training.recomputes("moe")
@@ -194,7 +191,7 @@ class Traffic:
         return self._ring("slots", calls, tokens * self._elements, spread)
 
     def _tensor(self) -> Transfer:
-        spread = self.spread("tp")
+        spread = self._hardware.spread(self._layout, "tp")
         if spread.members == 1:
             return _none("tensor", spread)
         pairs = self._layers + self._dense
@@ -207,7 +204,7 @@ class Traffic:
         return self._ring("tensor", calls, one, spread)
 
     def _context(self) -> Transfer:
-        spread = self.spread("cp")
+        spread = self._hardware.spread(self._layout, "cp")
         if spread.members == 1:
             return _none("context", spread)
         calls = 3 * (spread.members - 1) * self._layers * self._micro_batches
@@ -221,7 +218,7 @@ class Traffic:
         return Transfer("context", calls, inside, sent - inside, seconds, spread)
 
     def _pipeline(self) -> Transfer:
-        spread = self.spread("pp")
+        spread = self._hardware.spread(self._layout, "pp")
         if spread.members == 1:
             return _none("pipeline", spread)
         calls = 2 * self._layout.vp * self._micro_batches
@@ -233,7 +230,7 @@ class Traffic:
         return Transfer("pipeline", calls, sent * inside, sent * (not inside), seconds, spread)
 
     def _gradients(self, name: str, parameters: int, copies: int, *axes: str) -> Transfer:
-        spread, training = self.spread(*axes), self._training
+        spread, training = self._hardware.spread(self._layout, *axes), self._training
         if copies == 1 or parameters == 0:
             return _none(name, spread)
         gradient = 4 if training.fp32_gradients else training.width

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_switch.errors import ConfigError
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.nodes import GroupSpread, group_spread
 from megatron_switch.utils.fields import Fields
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -89,6 +91,20 @@ class Hardware:
     def flops(self) -> float:
         """Operations a second that matrix products achieve on one GPU."""
         return self.peak_tflops * 1e12 * self.gemm_efficiency
+
+    def spread(self, layout: Layout, *axes: str) -> GroupSpread:
+        """Return where the group of rank 0 along ``axes`` runs."""
+        return group_spread(layout, axes, self.gpus_per_node, self.nodes_per_leaf)
+
+    def expert_spread(self, layout: Layout) -> GroupSpread:
+        """Return where the group runs over which the all-to-all of tokens goes."""
+        return self.spread(layout, "etp", "ep")
+
+    def spreads(self, layout: Layout) -> dict[str, GroupSpread]:
+        """Return where the groups of rank 0 run, by their axes in capitals."""
+        axes = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+        found = {axis.upper(): self.spread(layout, axis) for axis in axes}
+        return {**found, "ETP x EP": self.expert_spread(layout)}
 
 
 def preset_names() -> list[str]:

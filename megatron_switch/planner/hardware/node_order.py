@@ -21,7 +21,7 @@ _BRACKETS = re.compile(r"^(.*?)\[([0-9,\-]+)\](.*)$")
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodeOrder:
     """Nodes in the order in which ranks should fill them.
 
     Attributes:
@@ -35,7 +35,7 @@ class Placement:
     blocks: int
 
 
-def order_nodes(leaf_of: Mapping[str, str], nodes_per_block: int) -> Placement:
+def order_nodes(leaf_of: Mapping[str, str], nodes_per_block: int) -> NodeOrder:
     """Return an order in which blocks of nodes stay under one leaf where they can.
 
     Args:
@@ -60,7 +60,7 @@ def order_nodes(leaf_of: Mapping[str, str], nodes_per_block: int) -> Placement:
         ordered += nodes[:whole]
         rest += nodes[whole:]
     blocks = len(leaf_of) // nodes_per_block
-    return Placement((*ordered, *rest), _whole((*ordered, *rest), leaf_of, nodes_per_block), blocks)
+    return NodeOrder((*ordered, *rest), _whole((*ordered, *rest), leaf_of, nodes_per_block), blocks)
 
 
 def whole_blocks(leaf_of: Mapping[str, str], nodes_per_block: int) -> int:

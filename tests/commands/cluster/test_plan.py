@@ -9,9 +9,9 @@ from megatron_switch.cli import main
 from megatron_switch.config import SwitchConfig
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Training
+from megatron_switch.planner.memory_saving import SAVINGS
 from megatron_switch.planner.plan_file import read_plan
 from megatron_switch.planner.plan_flags import PLANNED_FLAGS, plan_flags
-from megatron_switch.planner.search import LADDERS, with_saving
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.preflight.layout import check_layout
 
@@ -88,12 +88,10 @@ def test_planned_flags_pass_the_products_own_checks(capsys, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saving", [saving for ladder in LADDERS for saving in ladder])
+@pytest.mark.parametrize("saving", [saving for row in SAVINGS for saving in row])
 def test_every_saving_is_made_of_flags_that_exist(saving):
-    training = with_saving(
-        Training(seq_length=64, micro_batch_size=2, global_batch_size=64, dispatch="packed"),
-        saving,
-    )
+    plain = Training(seq_length=64, micro_batch_size=2, global_batch_size=64, dispatch="packed")
+    training = saving.applied_to(plain)
     layout = Layout(16, tp=2, pp=2, vp=2, cp=2, ep=2, etp=1)
     words = plan_flags(layout, training)
     args = parse_command_line(words).args

@@ -11,16 +11,12 @@ from megatron_switch.architecture.model_flags import model_from_flags, read_mode
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.validation import validate_layout
 from megatron_switch.layout.workload import Training
-from megatron_switch.planner.cost.lower_bound import Bound
+from megatron_switch.planner.cost.lower_bound import LowerBound
 from megatron_switch.planner.hardware.cluster import load_hardware
-from megatron_switch.planner.planning import find_plans, nodes_that_do
-from megatron_switch.planner.search import (
-    LADDERS,
-    Request,
-    best_of_choice,
-    with_saving,
-    work_out,
-)
+from megatron_switch.planner.layout_plan import best_plan, evaluate
+from megatron_switch.planner.memory_saving import NO_SAVING
+from megatron_switch.planner.request import PlanRequest
+from megatron_switch.planner.search import find_plans, sufficient_nodes
 
 SMALL = Architecture(
     decoder=Stack(4, (1, 3)),
@@ -34,7 +30,7 @@ SMALL = Architecture(
 
 def request(model=SMALL, *, nodes=1, hardware=None, **changes):
     training = Training(seq_length=256, global_batch_size=64)
-    base = Request(
+    base = PlanRequest(
         model=model,
         training=training,
         hardware=hardware or load_hardware("a100-80gb-hdr", gpus_per_node=4),
@@ -51,7 +47,7 @@ def test_pruning_loses_nothing(nodes, memory_gb):
     )
     asked = request(nodes=nodes, hardware=hardware)
     found = find_plans(asked, count=3)
-    every = [plan for choice in asked.legal_sizes() if (plan := best_of_choice(asked, choice))]
+    every = [plan for choice in asked.legal_sizes() if (plan := best_plan(asked, choice))]
     rates = sorted((plan.kept_tokens_per_second for plan in every), reverse=True)
     assert [plan.kept_tokens_per_second for plan in found.best] == pytest.approx(rates[:3])
     assert found.legal == len(asked.legal_sizes())
@@ -60,11 +56,11 @@ def test_pruning_loses_nothing(nodes, memory_gb):
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_the_bound_is_below_every_way_of_training(nodes):
     asked = request(nodes=nodes, training=Training(seq_length=256, global_batch_size=48))
-    bound = Bound(asked.model, asked.training, asked.hardware, asked.world_size)
+    bound = LowerBound(asked.model, asked.training, asked.hardware, asked.world_size)
     choices = asked.legal_sizes()
     assert len(choices) > 10
     for choice in choices:
-        plan = best_of_choice(asked, choice)
+        plan = best_plan(asked, choice)
         assert plan is not None
         least = bound.seconds(choice)
         assert bound.kept_tokens_per_second(least) >= plan.kept_tokens_per_second
@@ -74,7 +70,7 @@ def test_the_bound_is_below_every_way_of_training(nodes):
 @pytest.mark.parametrize("transformer_engine", [False, True])
 def test_16384_gpus_take_less_than_a_second_of_work(transformer_engine):
     model = model_from_flags(read_model("gpt-1.6t-128"))
-    asked = Request(
+    asked = PlanRequest(
         model=model,
         training=Training(
             seq_length=2048, global_batch_size=16384, transformer_engine=transformer_engine
@@ -88,7 +84,7 @@ def test_16384_gpus_take_less_than_a_second_of_work(transformer_engine):
     assert len(found.best) == 5
     # Work, not time: a busy machine is no failure. About 0.3 s when this was written, and
     # 0.5 s with Transformer Engine, which adds context parallelism.
-    assert found.worked_out < found.legal / 20
+    assert found.evaluated < found.legal / 20
     assert spent < 20
 
 
@@ -109,7 +105,7 @@ def test_memory_is_saved_only_where_it_has_to_be(memory_gb):
     asked = request(hardware=hardware)
     plans = find_plans(asked, count=20).best
     for plan in plans:
-        plain = work_out(asked, plan.layout, with_saving(plan.training, LADDERS[0][0]))
+        plain = evaluate(asked, plan.layout, NO_SAVING.applied_to(plan.training))
         needs_saving = plain.memory.total > hardware.budget
         assert (plan.training != plain.training) == needs_saving
     # 200 MB hold the fastest layouts no longer, 300 MB do.
@@ -172,7 +168,7 @@ def test_a_fixed_number_of_virtual_stages_leaves_out_layouts_that_cannot_have_it
 
 
 def test_a_model_that_fits_nowhere_names_how_many_gpus_would_do():
-    asked = Request(
+    asked = PlanRequest(
         model=model_from_flags(read_model("gpt-1.6t-128")),
         training=Training(seq_length=2048, global_batch_size=512),
         hardware=load_hardware("a100-80gb-hdr"),
@@ -184,7 +180,7 @@ def test_a_model_that_fits_nowhere_names_how_many_gpus_would_do():
         LayoutError, match=r"fits in none of \d+ legal layouts of 64 GPUs.*would do"
     ):
         find_plans(asked)
-    nodes = nodes_that_do(asked)
+    nodes = sufficient_nodes(asked)
     assert nodes is not None
     enough = replace(asked, nodes=nodes, training=replace(asked.training, global_batch_size=2048))
     assert find_plans(enough, count=1).best
@@ -210,7 +206,7 @@ def test_a_capacity_group_over_ranks_is_packed():
 
 def test_layouts_are_ranked_by_tokens_that_are_kept_and_not_by_all_tokens():
     """Larger micro-batches can be slower and still win, because fewer of their tokens drop."""
-    asked = Request(
+    asked = PlanRequest(
         model=model_from_flags(read_model("gpt-1.6t-128")),
         training=Training(seq_length=2048, global_batch_size=1024),
         hardware=load_hardware("a100-80gb-hdr"),

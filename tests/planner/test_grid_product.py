@@ -5,14 +5,14 @@ import pytest
 from megatron_switch.architecture.model_flags import model_from_flags, read_model
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.workload import Training
-from megatron_switch.planner.grid_form import GridForm, nearest_that_fit, states_by_sharding
+from megatron_switch.planner.grid_product import GridProduct, nearest_that_fit, states_by_sharding
 from megatron_switch.planner.hardware.cluster import load_hardware
-from megatron_switch.planner.search import Request
+from megatron_switch.planner.request import PlanRequest
 
 
 @pytest.fixture(scope="module")
 def request_1024():
-    return Request(
+    return PlanRequest(
         model=model_from_flags(read_model("gpt-1.6t-128")),
         training=Training(seq_length=2048, global_batch_size=2048),
         hardware=load_hardware("a100-80gb-hdr"),
@@ -22,7 +22,7 @@ def request_1024():
 
 @pytest.mark.parametrize("text", ["32x4x8", "32 x 4 x 8", "32X4X8", "32*4*8"])
 def test_a_product_means_two_grids(text):
-    form = GridForm.parse(text)
+    form = GridProduct.parse(text)
     layout = form.layout()
     assert form.world_size == layout.world_size == 1024
     assert (layout.tp, layout.dp, layout.pp, layout.cp) == (4, 256, 1, 1)
@@ -32,11 +32,11 @@ def test_a_product_means_two_grids(text):
 @pytest.mark.parametrize("text", ["32x4", "32x4x0", "axbxc", "32x4x8x2", ""])
 def test_what_is_no_product(text):
     with pytest.raises(LayoutError, match=r"--grid is data x model x expert ranks"):
-        GridForm.parse(text)
+        GridProduct.parse(text)
 
 
 def test_the_popular_example_fits_only_fully_sharded(request_1024):
-    layout = GridForm(32, 4, 8).layout()
+    layout = GridProduct(32, 4, 8).layout()
     states = states_by_sharding(request_1024, layout, request_1024.training)
     totals = {name: s.expert.total + s.dense.total for name, s in states.items()}
     assert states["distributed"].expert.total / 1e9 == pytest.approx(328.6, rel=1e-3)
@@ -46,7 +46,7 @@ def test_the_popular_example_fits_only_fully_sharded(request_1024):
 
 
 def test_nearest_layouts_fit_with_the_distributed_optimizer_alone(request_1024):
-    near = nearest_that_fit(request_1024, GridForm(32, 4, 8).layout())
+    near = nearest_that_fit(request_1024, GridProduct(32, 4, 8).layout())
     assert len(near) == 3
     for plan in near:
         layout = plan.layout

@@ -19,13 +19,14 @@ from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.workload import Sharding, Training
 from megatron_switch.planner.cost.state import RankState, state_bytes
-from megatron_switch.planner.search import Plan, Request, best_of_choice
+from megatron_switch.planner.layout_plan import LayoutPlan, best_plan
+from megatron_switch.planner.request import PlanRequest
 
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class GridForm:
+class GridProduct:
     """Data, model and expert ranks of a product."""
 
     data: int
@@ -33,7 +34,7 @@ class GridForm:
     experts: int
 
     @classmethod
-    def parse(cls, text: str) -> "GridForm":
+    def parse(cls, text: str) -> "GridProduct":
         """Return the form that ``text`` writes, such as ``32x4x8``.
 
         Raises:
@@ -57,7 +58,7 @@ class GridForm:
 
 
 def states_by_sharding(
-    request: Request, layout: Layout, training: Training
+    request: PlanRequest, layout: Layout, training: Training
 ) -> dict[Sharding, RankState]:
     """Return the state of a rank for each place where optimizer state can live."""
     shardings: tuple[Sharding, ...] = ("replicated", "distributed", "fully_sharded")
@@ -67,15 +68,17 @@ def states_by_sharding(
     }
 
 
-def nearest_that_fit(request: Request, layout: Layout, *, count: int = _SHOWN) -> list[Plan]:
+def nearest_that_fit(
+    request: PlanRequest, layout: Layout, *, count: int = _SHOWN
+) -> list[LayoutPlan]:
     """Return layouts near ``layout`` that fit with the distributed optimizer alone, nearest first.
 
     Near means few doublings and halvings of sizes.
     """
     plain = replace(request, shardings=("distributed",), offloads=(False,))
-    found: list[Plan] = []
+    found: list[LayoutPlan] = []
     for sizes in _by_distance(plain, layout):
-        plan = best_of_choice(plain, sizes)
+        plan = best_plan(plain, sizes)
         if plan is not None:
             found.append(plan)
         if len(found) == count:
@@ -83,7 +86,7 @@ def nearest_that_fit(request: Request, layout: Layout, *, count: int = _SHOWN) -
     return found
 
 
-def _by_distance(request: Request, layout: Layout) -> Iterator[Sizes]:
+def _by_distance(request: PlanRequest, layout: Layout) -> Iterator[Sizes]:
     near = [
         sizes
         for sizes in request.legal_sizes()
@@ -92,7 +95,7 @@ def _by_distance(request: Request, layout: Layout) -> Iterator[Sizes]:
     yield from sorted(near, key=lambda sizes: (_distance(layout, sizes), _values(sizes)))
 
 
-def _least_state(request: Request, sizes: Sizes) -> float:
+def _least_state(request: PlanRequest, sizes: Sizes) -> float:
     """Return the experts' bytes on a rank with the distributed optimizer."""
     experts = total_parameters(request.model).expert
     return experts * (6 / (sizes.ep * sizes.etp * sizes.pp) + 12 / request.world_size)

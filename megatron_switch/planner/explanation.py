@@ -8,6 +8,7 @@ from megatron_switch.architecture.parameters import (
     total_parameters,
 )
 from megatron_switch.layout.workload import Slots
+from megatron_switch.planner.bottleneck import step_breakdown
 from megatron_switch.planner.cost.activations import (
     LayerBytes,
     chunks_under_way,
@@ -15,8 +16,8 @@ from megatron_switch.planner.cost.activations import (
     rows_of_experts,
 )
 from megatron_switch.planner.cost.traffic import Traffic
-from megatron_switch.planner.reasons import expert_spread, seconds_by_cause
-from megatron_switch.planner.search import Plan, Request
+from megatron_switch.planner.layout_plan import LayoutPlan
+from megatron_switch.planner.request import PlanRequest
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Section:
     lines: tuple[Line, ...]
 
 
-def explain(plan: Plan, request: Request) -> list[Section]:
+def explain(plan: LayoutPlan, request: PlanRequest) -> list[Section]:
     """Return the whole computation of a plan, in sections."""
     sections = [
         Section("Parameters", tuple(_parameters(plan, request))),
@@ -55,7 +56,7 @@ def explain(plan: Plan, request: Request) -> list[Section]:
     return [*sections, Section("A step", tuple(_step(plan, request)))]
 
 
-def _parameters(plan: Plan, request: Request) -> list[Line]:
+def _parameters(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
     model = request.model
     total, active = total_parameters(model), active_parameters(model)
     matrices, width = model.fc1_parts + 1, model.moe_ffn_hidden_size
@@ -82,7 +83,7 @@ def _parameters(plan: Plan, request: Request) -> list[Line]:
     ]
 
 
-def _ranks(plan: Plan) -> list[Line]:
+def _ranks(plan: LayoutPlan) -> list[Line]:
     layout = plan.layout
     return [
         Line(
@@ -98,7 +99,7 @@ def _ranks(plan: Plan) -> list[Line]:
     ]
 
 
-def _capacity(plan: Plan, request: Request) -> list[Line]:
+def _capacity(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
     model, training = request.model, plan.training
     slots = Slots.of(model.num_experts, plan.layout, training)
     rule = f"{training.capacity.rounding}({slots.group_tokens} x {training.capacity.factor} / "
@@ -119,7 +120,7 @@ def _capacity(plan: Plan, request: Request) -> list[Line]:
     ]
 
 
-def _memory(plan: Plan, request: Request) -> list[Line]:
+def _memory(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
     memory, training, layout = plan.memory, plan.training, plan.layout
     layers = layers_of_stage(request.model, layout.pp, layout.vp, plan.stage)
     one = LayerBytes(request.model, layout, training)
@@ -155,8 +156,8 @@ def _memory(plan: Plan, request: Request) -> list[Line]:
     return [Line(name, formula, _gb(size)) for name, formula, size in rows]
 
 
-def _exchange(plan: Plan, request: Request) -> list[Line]:
-    spread = expert_spread(plan.layout, request.hardware)
+def _exchange(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
+    spread = request.hardware.expert_spread(plan.layout)
     one = Traffic(request.model, plan.layout, plan.training, request.hardware).exchange()
     network = request.hardware.network
     peers = spread.members - spread.per_node
@@ -187,7 +188,7 @@ def _exchange(plan: Plan, request: Request) -> list[Line]:
     ]
 
 
-def _step(plan: Plan, request: Request) -> list[Line]:
+def _step(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
     timing, layout = plan.timing, plan.layout
     micro_batches = plan.training.micro_batches(layout)
     hardware = request.hardware
@@ -201,7 +202,7 @@ def _step(plan: Plan, request: Request) -> list[Line]:
     }
     calls = {transfer.name: transfer for transfer in timing.transfers}
     lines = []
-    for cause, seconds in seconds_by_cause(plan).items():
+    for cause, seconds in step_breakdown(plan).items():
         formula = formulas.get(cause, "")
         if cause in calls:
             transfer = calls[cause]
