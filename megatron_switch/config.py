@@ -118,13 +118,12 @@ class SwitchConfig:
         needs=("t5", "spans"),
         on_resume="free",
     )
-    """Share of tokens that span corruption replaces, in (0, 1); for --switch-arch t5 on prepared
-    text."""
+    """Share of tokens that span corruption replaces; for --switch-arch t5 on prepared text."""
 
     span_length: float = flag(
         3.0, range=Range(at_least=1, why="T5 uses 3.0."), needs=("t5", "spans"), on_resume="free"
     )
-    """Mean length of a replaced span in tokens, at least 1."""
+    """Mean length of a replaced span in tokens."""
 
     device: Literal["auto", "cuda", "cpu"] = flag("auto", on_resume="free")
     """Where to train. auto takes the CPU only where no GPU is present or promised and the job is

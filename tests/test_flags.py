@@ -15,6 +15,7 @@ from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_name
 from megatron_switch.flags.recipes import RECIPES
+from megatron_switch.flags.traits import Traits
 from megatron_switch.training.arguments.parser import add_switch_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +65,10 @@ def test_flags_defaults_and_choices_are_frozen(parser):
 
 def test_a_flag_is_a_field_and_a_field_is_a_flag():
     assert [flag_name(FLAG_PREFIX + field.name) for field in fields(SwitchConfig)] == list(FLAGS)
+
+
+def test_every_flag_declares_its_traits_beside_its_default():
+    assert all(isinstance(field.metadata["traits"], Traits) for field in fields(SwitchConfig))
 
 
 def test_every_flag_has_a_help_text(parser):

@@ -1,7 +1,7 @@
-"""Write ``docs/flags.md`` from the code: our flags, the recipes, and what becomes of Megatron's.
+"""Write ``docs/flags.md`` from the code: our flags, the recipes, and how Megatron's are handled.
 
 The names of all flags go to ``train_flags.json``, for commands that do without Megatron. Run it
-after a flag, a recipe or a class of :mod:`megatron_switch.flags.megatron_flags` changed, or
+after a flag, a recipe or a row of :mod:`megatron_switch.flags.megatron_flags` has changed, or
 another Megatron is used; tests compare both files with what this program would write.
 """
 
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_switch.config import switch_traits
 from megatron_switch.emulation import import_megatron
 from megatron_switch.flags.argv import flag_name
 from megatron_switch.flags.known_flags import fixed_defaults
@@ -29,6 +30,9 @@ Written by `python tools/make_flags_doc.py`; do not edit.
 flag on the command line wins over `--switch-model`, which wins over `--switch-recipe`.
 
 ## Flags of megatron-switch
+
+*On resume* compares with the checkpoint: a value that *may change*, one that *must agree* unless
+`--switch-override-checkpoint` is given, and one that makes *another model*, always an error.
 
 {switch}
 
@@ -57,10 +61,13 @@ without `--num-experts`.
 """
 
 
+_ON_RESUME = {"free": "may change", "model": "another model", "overridable": "must agree"}
+
+
 def page() -> str:
     """Return the whole page."""
     return TEXT.format(
-        switch=_table(("flag", "values", "default", "meaning"), _switch_rows()),
+        switch=_table(("flag", "values", "default", "on resume", "meaning"), _switch_rows()),
         recipes=_table(("flag", *RECIPES), _recipe_rows()),
         defaults=_table(("flag", "default"), _default_rows()),
         megatron=_table(("flag", "with Switch", "note"), _megatron_rows()),
@@ -89,8 +96,10 @@ def _switch_rows() -> Iterable[tuple[str, ...]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_switch_arguments(parser)
     for action in parser._actions:
-        flag = f"`{action.option_strings[0]}`"
-        yield flag, _values(action), _value(action.default), action.help or ""
+        flag, traits = f"`{action.option_strings[0]}`", switch_traits()[action.dest]
+        values = f"{_values(action)}, {traits.range}" if traits.range else _values(action)
+        resume = _ON_RESUME[traits.on_resume]
+        yield flag, values, _value(action.default), resume, action.help or ""
 
 
 def _values(action: argparse.Action) -> str:
