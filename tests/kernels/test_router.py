@@ -127,20 +127,21 @@ def test_shapes_are_known_without_a_gpu():
     assert (grad_TE.shape, grad_TE.dtype) == ((4096, 2048), torch.float32)
 
 
+# Triton compiles numbers that are 1 in, here the experts and the tokens of a group.
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize(
-    ("capability", "num_experts"),
+    ("capability", "num_experts", "num_tokens"),
     [
-        (90, 2048),
+        (90, 2048, 4096),
         *(
-            pytest.param(capability, num_experts, marks=pytest.mark.slow)
+            pytest.param(capability, *sizes, marks=pytest.mark.slow)
             for capability in (80, 90, 100)
-            for num_experts in (1, 8, 100, 128, 2048)
+            for sizes in ((1, 2), (8, 4096), (100, 4096), (128, 4096), (2048, 4096))
         ),
     ],
 )
-def test_it_compiles_without_spilling_registers(capability, num_experts):
+def test_it_compiles_without_spilling_registers(capability, num_experts, num_tokens):
     with launches_of(router) as launches:
-        fake_step(num_experts)
+        fake_step(num_experts, num_tokens)
     assert len(launches) == 2
     assert_compiles(launches, capability)

@@ -76,20 +76,21 @@ def test_its_largest_tensor_is_a_histogram_for_every_64_tokens():
     assert max(tensor.numel() for tensor in tensors) == 8192 * 2048 // 64
 
 
+# Triton compiles numbers that are 1 in, here the experts and the tokens of a group.
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize(
-    ("capability", "num_experts"),
+    ("capability", "num_experts", "num_tokens"),
     [
-        (90, 2048),
+        (90, 2048, 4096),
         *(
-            pytest.param(capability, num_experts, marks=pytest.mark.slow)
+            pytest.param(capability, *sizes, marks=pytest.mark.slow)
             for capability in (80, 90, 100)
-            for num_experts in (1, 8, 100, 2048)
+            for sizes in ((1, 2), (8, 4096), (100, 4096), (128, 4096), (2048, 4096))
         ),
     ],
 )
-def test_it_compiles_without_spilling_registers(capability, num_experts):
+def test_it_compiles_without_spilling_registers(capability, num_experts, num_tokens):
     with launches_of(slots) as launches:
-        fake_slots(num_experts)
+        fake_slots(num_experts, num_tokens)
     assert len(launches) == 3
     assert_compiles(launches, capability)
