@@ -2,17 +2,16 @@
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import warnings
 
 import pytest
 
-from megatron_switch import __version__, cli
-from megatron_switch.cli import COMMANDS, Command, main, reporting_errors
-from megatron_switch.errors import CheckpointError, ConfigError, DataError
-from megatron_switch.training.logs.run_folder import COMMAND_VARIABLE
+from megatron_switch import __version__
+from megatron_switch.cli import main
+from megatron_switch.commands import check_binding
+from megatron_switch.commands.table import COMMANDS
 
 
 @pytest.fixture(autouse=True)
@@ -44,66 +43,39 @@ def test_no_command_is_a_mistake_of_use(capsys, words):
     assert "usage: megatron-switch" in capsys.readouterr().err
 
 
-def test_a_command_gets_its_words_and_its_code_is_the_programs(monkeypatch):
+@pytest.fixture
+def runs(monkeypatch):
+    """Return a function that puts another function in the place of a command's work."""
+    return lambda work: monkeypatch.setattr(check_binding, "run", work)
+
+
+def test_a_command_gets_its_arguments_and_its_code_is_the_programs(monkeypatch, runs):
     seen = []
-    command = Command("for this test", lambda words: seen.append(words) or 7)
-    monkeypatch.setitem(COMMANDS, "try", command)
-    monkeypatch.setattr(sys, "argv", ["megatron-switch", "try", "--a", "b"])
+    runs(lambda args: seen.append(args.all) or 7)
+    monkeypatch.setattr(sys, "argv", ["megatron-switch", "check-binding", "--all"])
     assert main() == 7
-    assert main(["try"]) == 7
-    assert seen == [["--a", "b"], []]
-
-
-def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setitem(
-        COMMANDS, "try", Command("for this test", raising_with(KeyboardInterrupt()))
-    )
-    assert main(["try"]) == 130
-    assert capsys.readouterr().err == "\nmegatron-switch: interrupted\n"
-
-
-def raising_with(error):
-    return lambda words: raising(error)()
+    assert main(["check-binding"]) == 7
+    assert seen == [True, False]
 
 
 def raising(error):
-    def run():
+    def run(args):
         raise error
 
     return run
 
 
-@pytest.mark.parametrize("error", [ConfigError("no"), DataError("no"), CheckpointError("no")])
-def test_an_error_of_the_users_is_its_message_and_code_2(capsys, error):
-    assert reporting_errors(raising(error)) == 2
-    assert capsys.readouterr().err == "\nmegatron-switch: error: no\n"
+def test_ctrl_c_ends_a_command_without_a_traceback(runs, capsys):
+    runs(raising(KeyboardInterrupt()))
+    assert main(["check-binding"]) == 130
+    assert capsys.readouterr().err == "\nmegatron-switch: interrupted\n"
 
 
-def test_other_ranks_give_rank_0_time_and_then_name_themselves(capsys, monkeypatch):
-    on_signal = []
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(
-        cli.time, "sleep", lambda _: on_signal.append(signal.getsignal(signal.SIGTERM))
-    )
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # training saves on it
-    try:
-        assert reporting_errors(raising(ConfigError("no"))) == 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert capsys.readouterr().err == "\nmegatron-switch: error (rank 3): no\n"
-    assert on_signal == [signal.SIG_DFL]  # a launcher ends it at once, before it repeats rank 0
-
-
-def test_an_error_of_the_programs_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError):
-        reporting_errors(raising(ZeroDivisionError()))
-
-
-def test_libraries_do_not_tell_what_is_not_installed(monkeypatch):
-    monkeypatch.setitem(COMMANDS, "try", Command("for this test", lambda words: 0))
+def test_libraries_do_not_tell_what_is_not_installed(runs):
+    runs(lambda args: 0)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        main(["try"])
+        main(["check-binding"])
         warnings.warn("Transformer Engine and Apex are not installed.", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
     assert [str(each.message) for each in heard] == ["something else"]
@@ -112,7 +84,8 @@ def test_libraries_do_not_tell_what_is_not_installed(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["--num-layers", "3", "-h"]])
 def test_train_helps_with_the_flags_that_are_ours(capsys, words):
-    assert main(["train", *words]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", *words])
     text = capsys.readouterr().out
     assert "--switch-capacity-group {microbatch,sequence,ep}" in text
     assert "--tensor-model-parallel-size" not in text
@@ -122,7 +95,8 @@ def test_train_helps_with_the_flags_that_are_ours(capsys, words):
 
 @pytest.mark.parametrize("command", [["train"], ["launch-local", "-n", "2"]])
 def test_train_helps_with_every_flag_on_demand(capsys, command):
-    assert main([*command, "--help-all"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, "--help-all"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--tensor-model-parallel-size TENSOR_MODEL_PARALLEL_SIZE" in text
     assert "--switch-capacity-group {microbatch,sequence,ep}" in text
@@ -153,6 +127,7 @@ print([name for name in ("torch", "megatron.core") if name in sys.modules])
         (["capacity-sweep", "--help"], 0),
         (["capacity-sweep", "folder", "--samples", "many"], 2),
         (["capacity-sweep", "folder", "--load", "folder"], 2),
+        (["prepare", "--workers", "many"], 2),
         (["convert", "--help"], 0),
         (["convert", "inspect"], 2),
         (["reshard", "--help"], 0),
@@ -188,36 +163,13 @@ def test_help_shows_defaults(capsys, command, shown):
     assert "None" not in text
 
 
-def test_launch_local_passes_flags_on_and_leaves_its_command_for_resume(monkeypatch):
-    launched, trained = [], []
-    monkeypatch.delenv(COMMAND_VARIABLE, raising=False)
-    monkeypatch.setattr(
-        "megatron_switch.emulation.launch", lambda n, target: launched.append(n) or target()
-    )
-    monkeypatch.setattr(cli, "_train", lambda flags: trained.append(flags) or 5)
-    assert main(["launch-local", "-n", "2", "--data-path", "my text"]) == 5
-    assert launched == [2]
-    assert trained == [["--switch-device", "cpu", "--data-path", "my text"]]
-    left = os.environ.pop(COMMAND_VARIABLE)
-    expected = f"{sys.executable} -m megatron_switch launch-local -n 2 --data-path 'my text'"
-    assert left == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "message"), [([], "-n/--num-ranks"), (["-n", "0"], "at least 1, got 0")]
-)
-def test_launch_local_needs_a_number_of_ranks(capsys, words, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(["launch-local", *words])
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("flush", [True, False])
 def test_a_reader_that_has_gone_ends_a_command_without_a_traceback(flush):
     code = (
-        "from megatron_switch.cli import COMMANDS, Command, main\n"
-        f"COMMANDS['try'] = Command('', lambda words: print('x', flush={flush}))\n"
-        "raise SystemExit(main(['try']))"
+        "from megatron_switch.cli import main\n"
+        "from megatron_switch.commands import check_binding\n"
+        f"check_binding.run = lambda args: print('x', flush={flush})\n"
+        "raise SystemExit(main(['check-binding']))"
     )
     reader, writer = os.pipe()
     os.close(reader)
@@ -232,17 +184,17 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_traceback(flush):
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_a_broken_pipe_that_is_not_the_screen_keeps_its_traceback(monkeypatch):
-    monkeypatch.setitem(COMMANDS, "try", Command("for this test", raising_with(BrokenPipeError())))
+def test_a_broken_pipe_that_is_not_the_screen_keeps_its_traceback(runs):
+    runs(raising(BrokenPipeError()))
     with pytest.raises(BrokenPipeError):
-        main(["try"])
+        main(["check-binding"])
 
 
-def test_a_process_without_streams_gets_some(monkeypatch):
-    monkeypatch.setitem(COMMANDS, "try", Command("for this test", lambda words: print("x") or 0))
+def test_a_process_without_streams_gets_some(monkeypatch, runs):
+    runs(lambda args: print("x") or 0)
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    assert main(["try"]) == 0
+    assert main(["check-binding"]) == 0
     assert sys.stdout.name == sys.stderr.name == os.devnull
     sys.stdout.close()
     sys.stderr.close()

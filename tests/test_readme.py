@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_switch.cli import COMMANDS
+from megatron_switch.commands.table import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
-from megatron_switch.commands.process_memory import PeakMemory
-from megatron_switch.data import prepare
+from megatron_switch.commands import table
 from megatron_switch.errors import ConfigError, SwitchError
 from megatron_switch.utils.progress import steps_bar
 from megatron_switch.utils.units import size_text
@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
             f"--output {args.output} cannot be made: {error}. Give a folder that can be written."
         ) from error
     screen.rule("1. Text: the Python standard library")
-    _prepare("--stdlib", "--vocab-size", str(args.vocab_size), "--output", str(data))
+    table.run("prepare", ["--stdlib", "--vocab-size", str(args.vocab_size), "--output", str(data)])
     flags = [
         *shlex.split(_MODEL_FLAGS),
         *shlex.split(_LAYOUT_FLAGS),
@@ -159,23 +159,15 @@ def health_bars(records: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"A fair share is {1 / len(loads):.1%}, {marks:.0f} marks long."])
 
 
-def _prepare(*words: str) -> None:
-    parser = ArgumentParser(prog="megatron-switch prepare")
-    prepare.add_arguments(parser)
-    prepare.run(parser.parse_args(words))
-
-
 def _look_inside(folder: Path, prompt: str, screen: Console) -> None:
     """Show what each expert prefers and a sample, as the commands of a user would."""
     import torch
 
-    from megatron_switch.commands.inspect import expert_report, generate
-
     torch.set_num_threads(1)  # matrices this small gain nothing from waiting for other threads
     screen.rule("4. What each expert learned")
-    expert_report.run(["--load", str(folder)])
+    table.run("experts", ["--load", str(folder)])
     screen.rule("5. A sample")
-    generate.run(["--load", str(folder), "--prompt", prompt, "--num-tokens", "80"])
+    table.run("generate", ["--load", str(folder), "--prompt", prompt, "--num-tokens", "80"])
 
 
 def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> tuple[float, int]:
@@ -196,7 +188,7 @@ def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> 
         subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
         steps_bar(screen) as progress,
     ):
-        memory = PeakMemory(process.pid)
+        memory = _PeakMemory(process.pid)
         task = progress.add_task("starting", total=iterations)
         next_line = 0
         for record in _follow(process, folder / "metrics.jsonl", memory):
@@ -215,7 +207,7 @@ def _train(flags: list[str], folder: Path, iterations: int, screen: Console) -> 
 
 
 def _follow(
-    process: "subprocess.Popen[bytes]", metrics: Path, memory: PeakMemory
+    process: "subprocess.Popen[bytes]", metrics: Path, memory: "_PeakMemory"
 ) -> Iterator[dict[str, Any]]:
     """Yield the newest training record while the process runs, and once when it has ended."""
     running = True
@@ -255,3 +247,29 @@ def _places(data: Path, folder: Path) -> str:
 
 def _command(*words: str) -> list[str]:
     return [sys.executable, "-m", "megatron_switch", *words]
+
+
+class _PeakMemory:
+    """The most memory that a process tree held at any sample.
+
+    Forked ranks share pages, so resident sizes would count them several times; the proportional
+    size (PSS) counts each page once.
+
+    Args:
+        pid: Process at the root of the tree.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.peak_bytes = 0
+
+    def sample(self) -> None:
+        """Measure now; a process that ends meanwhile counts as gone."""
+        total = 0
+        try:
+            root = psutil.Process(self._pid)
+            for process in [root, *root.children(recursive=True)]:
+                total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return
+        self.peak_bytes = max(self.peak_bytes, total)

@@ -1,4 +1,4 @@
-"""``megatron-switch prepare``: text in, Megatron's ``.bin`` and ``.idx`` out.
+"""Preparation of training data: text in, Megatron's ``.bin`` and ``.idx`` out.
 
 Text of any origin becomes one file of tokens, one document a sequence, each with an end-of-document
 token behind. The tokenizer is a SentencePiece model trained on the text, or any that Megatron
@@ -21,9 +21,9 @@ from rich.progress import Progress
 from megatron_switch import __version__
 from megatron_switch.data.corpus import Corpus, find_corpus, library_root
 from megatron_switch.data.indexed_files import check_indexed_dataset
-from megatron_switch.data.prepared import SCHEMA, Prepared, from_json, summary
+from megatron_switch.data.prepared import SCHEMA, Prepared, from_json
 from megatron_switch.data.sentencepiece_model import train_sentencepiece
-from megatron_switch.data.settings import Settings, add_arguments
+from megatron_switch.data.settings import Settings
 from megatron_switch.data.token_shards import (
     Shard,
     ShardRecord,
@@ -37,28 +37,14 @@ from megatron_switch.data.workspace import Workspace
 from megatron_switch.errors import DataError
 from megatron_switch.utils.progress import bytes_bar
 
-__all__ = ["add_arguments", "prepare", "run"]
-
 _TEXT_BYTES_PER_TOKEN = 3  # of English and code; an estimate for the disk space only
-_INTERRUPTED = 130  # what shells return for a command that Ctrl-C ended
-
-
-def run(args: Namespace) -> int:
-    """Prepare data as the command line says, print what was made, and return the exit status."""
-    try:
-        prepared = prepare(args)
-    except KeyboardInterrupt:
-        _say("Interrupted. Finished work is kept: the same command goes on from here.")
-        return _INTERRUPTED
-    print(summary(prepared))
-    return 0
 
 
 def prepare(args: Namespace) -> Prepared:
     """Prepare data.
 
     Args:
-        args: What a parser with :func:`add_arguments` returns.
+        args: The flags of the command.
 
     Raises:
         ConfigError: The flags cannot work together or in this installation.

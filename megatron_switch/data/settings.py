@@ -1,23 +1,21 @@
 """What a command line of ``megatron-switch prepare`` asks for, checked before any file is read."""
 
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import sentencepiece
 
-from megatron_switch.data.corpus import SKIP_FLAG, Corpus
+from megatron_switch.data.corpus import Corpus
 from megatron_switch.data.documents import Reading
 from megatron_switch.data.prepared import SCHEMA
 from megatron_switch.data.sentencepiece_model import Algorithm, SentencePieceSettings
-from megatron_switch.data.sources import KNOWN_NAMES
 from megatron_switch.data.token_shards import available_workers
 from megatron_switch.data.tokenizer import (
     DEFAULT_VOCAB_SIZE,
     FLAGS,
     VOCAB_SIZE_TYPES,
-    add_tokenizer_arguments,
     check_tokenizer_flags,
     flag_dest,
     training_flags,
@@ -36,74 +34,6 @@ TRAINED_TYPE = "SentencePieceTokenizer"
 _MIB = 2**20
 _MOST_TOKENS = 10_000_000  # far more than any text supports; larger ones take minutes to fail
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the flags of ``megatron-switch prepare`` to a parser."""
-    parser.add_argument(
-        "inputs",
-        nargs="*",
-        type=Path,
-        metavar="INPUT",
-        help=f"File or folder with text: {KNOWN_NAMES}.",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="Folder for all that is made."
-    )
-    parser.add_argument(
-        "--stdlib",
-        action="store_true",
-        help="Take the running Python's standard library: code and English on every machine.",
-    )
-    parser.add_argument(
-        "--stdlib-tests",
-        action="store_true",
-        help="With --stdlib: its tests too, about three times as much text.",
-    )
-    parser.add_argument(
-        "--text-key",
-        metavar="KEY",
-        help="Key of the text in .jsonl lines, and its column in .parquet. Default: text.",
-    )
-    parser.add_argument(
-        "--document-separator",
-        metavar="TEXT",
-        help="Cut text files into documents wherever this stands; \\n is a line end. Default: "
-        "one file is one document.",
-    )
-    parser.add_argument(
-        SKIP_FLAG,
-        action="store_true",
-        help="Leave out files, lines and rows that hold no text, and say so, instead of stopping.",
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="Processes. Default: one for each CPU core."
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Replace other results that --output holds."
-    )
-    add_tokenizer_arguments(parser)
-    group = parser.add_argument_group("training a SentencePiece model, without --tokenizer-model")
-    group.add_argument(
-        "--sentencepiece-algorithm",
-        choices=tuple(DEFAULT_SAMPLE_MIB),
-        help="bpe trains faster, unigram tokenises faster. Default: bpe.",
-    )
-    group.add_argument(
-        "--tokenizer-sample-mib",
-        type=int,
-        metavar="MIB",
-        help="Most text to train on, taken evenly from all of it. Default: "
-        + ", ".join(f"{size} for {name}" for name, size in DEFAULT_SAMPLE_MIB.items())
-        + ".",
-    )
-    group.add_argument(
-        SENTINELS_FLAG,
-        type=int,
-        metavar="N",
-        help="Of the tokens of --vocab-size, the last N are <extra_id_0> to <extra_id_N-1> for "
-        "the span corruption of --switch-arch t5; T5 has 100. Default: none.",
-    )
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ capacity factor 1.0 in training and evaluation, rounded up, counted over the tok
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.argv import flag_name
 from megatron_switch.migration.translation import Translation
 
 _SWITCH_OFF = ("false", "no", "0", "off")
@@ -52,16 +50,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ArgumentTypeError(f"takes a finite number, got '{text}'")
     return number
-
-
-def with_hyphens(words: Sequence[str]) -> list[str]:
-    """Return words in whose flags underscores are hyphens, as in ``--expert_parallel_size``."""
-    return [
-        "=".join([flag_name(word.split("=", 1)[0]), *word.split("=", 1)[1:]])
-        if word.startswith("--")
-        else word
-        for word in words
-    ]
 
 
 def translate_moe(options: Namespace, found: Translation) -> None:

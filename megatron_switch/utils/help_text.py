@@ -11,9 +11,9 @@ class ShowingDefaults(HelpFormatter):
 
     def _get_help_string(self, action: Action) -> str:
         text = action.help or ""
-        has_default = action.default is not None and action.default != SUPPRESS
+        has_default = action.default not in (None, SUPPRESS, "", [])
         takes_value = bool(action.option_strings) and action.nargs != 0
-        if not text or not has_default or not takes_value or "Default:" in text:
+        if not text or not has_default or not takes_value or "default:" in text.lower():
             return text
         return f"{text} Default: %(default)s." if text.endswith(".") else f"{text} (%(default)s)"
 

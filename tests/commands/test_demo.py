@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from megatron_switch.commands import demo
+from megatron_switch.commands import demo, table
 from megatron_switch.commands.demo import health_bars, read_metrics, summary
 from megatron_switch.errors import ConfigError, SwitchError
 
@@ -146,7 +146,7 @@ def test_training_that_was_stopped_is_said_and_not_looked_at(
         (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
         return 1.0, 1
 
-    monkeypatch.setattr(demo, "_prepare", lambda *words: None)
+    monkeypatch.setattr(demo.table, "run", lambda name, argv: 0)
     monkeypatch.setattr(demo, "_data_flags", lambda data: [])
     monkeypatch.setattr(demo, "_train", train)
     assert demo.run(Namespace(output=tmp_path, iterations=200, vocab_size=300, prompt="a")) == 1
@@ -170,7 +170,5 @@ def test_training_that_reached_its_end_was_not_stopped(tmp_path):
     ],
 )
 def test_what_would_fail_after_the_preparation_fails_before_it(flags, message):
-    parser = ArgumentParser()
-    demo.add_arguments(parser)
     with pytest.raises(ConfigError, match=message):
-        demo.run(parser.parse_args(flags))
+        table.run("demo", flags)

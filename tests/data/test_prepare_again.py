@@ -4,9 +4,10 @@ import shutil
 
 import pytest
 
+from megatron_switch.commands.prepare import run
 from megatron_switch.data import prepare as prepare_module
 from megatron_switch.data import token_shards
-from megatron_switch.data.prepare import prepare, run
+from megatron_switch.data.prepare import prepare
 from megatron_switch.data.token_shards import ShardWriter
 from megatron_switch.errors import ConfigError, DataError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_switch.commands.cluster.render_launch import run
+from megatron_switch.commands import table
 
 FLAGS = [
     *["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"],
@@ -23,7 +23,7 @@ FLAGS = [
 @pytest.fixture
 def script(tmp_path, capsys):
     words = ["--gpus-per-node", "2", "--run-dir", str(tmp_path / "run"), "--no-numa-binding"]
-    assert run([*words, "--output", str(tmp_path), "--", *FLAGS]) == 0
+    assert table.run("render-launch", [*words, "--output", str(tmp_path), "--", *FLAGS]) == 0
     capsys.readouterr()
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0'\necho 'GPU 1'\n")

@@ -1,23 +1,16 @@
 """Arguments of DeepSpeed's mixture-of-experts layer become flags and notes."""
 
-from argparse import ArgumentParser
-
 import pytest
 
+from megatron_switch.commands.table import parse
 from megatron_switch.errors import ConfigError
-from megatron_switch.migration.moe_arguments import (
-    add_moe_arguments,
-    translate_moe,
-    with_hyphens,
-)
+from megatron_switch.migration.moe_arguments import translate_moe
 from megatron_switch.migration.translation import Translation
 
 
 def translate(text):
-    parser = ArgumentParser(allow_abbrev=False)
-    add_moe_arguments(parser)
     found = Translation()
-    translate_moe(parser.parse_args(with_hyphens(text.split())), found)
+    translate_moe(parse("from-deepspeed", ["ds_config.json", *text.split()]), found)
     return found
 
 

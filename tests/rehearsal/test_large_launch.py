@@ -5,7 +5,7 @@ from support.observed_run import rehearsed
 
 from megatron_switch.architecture.model_flags import model_from_flags, read_model
 from megatron_switch.architecture.parameters import stage_parameters
-from megatron_switch.commands.cluster.rehearse import model_words
+from megatron_switch.commands.rehearse import model_words
 from megatron_switch.layout.grid import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -1,15 +1,8 @@
-"""``megatron-switch convert``: between Hugging Face's format and Megatron's.
-
-convert hf-to-megatron --hf DIR --megatron DIR
-convert megatron-to-hf --megatron DIR --hf DIR
-convert inspect DIR
-convert verify --hf DIR --megatron DIR
-"""
+"""Conversion of a checkpoint to and from Hugging Face's format, and what each action prints."""
 
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -37,7 +30,6 @@ from megatron_switch.checkpoint.formats.source_settings import (
 from megatron_switch.checkpoint.formats.tensor_source import listing
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags, write_tokenizer
 from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
-from megatron_switch.commands.checkpoints.parsers import convert_parser
 from megatron_switch.data.encoder_decoder import SpecialTokens
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
@@ -49,16 +41,12 @@ _CONTEXT = LoadContext("--megatron", "--iteration", can_start_anew=False)
 
 
 @known_warnings_hidden()
-def run(argv: Sequence[str]) -> int:
-    """Convert as the command line says, and return the exit status.
-
-    Args:
-        argv: Words behind the command's name.
+def convert(own: Namespace) -> None:
+    """Do what the first word of the command says.
 
     Raises:
         SwitchError: Something cannot be converted; nothing was written.
     """
-    own = convert_parser().parse_args(list(argv))
     actions = {
         "hf-to-megatron": _import,
         "megatron-to-hf": _export,
@@ -66,7 +54,6 @@ def run(argv: Sequence[str]) -> int:
         "verify": _verify,
     }
     actions[own.action](own)
-    return 0
 
 
 def _import(own: Namespace) -> None:

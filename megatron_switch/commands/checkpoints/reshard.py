@@ -1,11 +1,11 @@
-"""``megatron-switch reshard``: rewrite a checkpoint for another layout, offline, in one process."""
+"""A checkpoint rewritten for another layout, offline, in one process."""
 
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
+from typing import Any
 
 from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
 from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
@@ -15,11 +15,10 @@ from megatron_switch.checkpoint.reshard.resharding import (
     read_state,
     write_resharding,
 )
-from megatron_switch.commands.checkpoints.parsers import RESHARD_SIZES, reshard_parser
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import CheckpointError, LayoutError
-from megatron_switch.flags.argv import attribute_of
 from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.sizes import FLAGS
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.training.preflight.layout import check_layout
@@ -28,24 +27,24 @@ from megatron_switch.utils.units import size_text
 
 
 @known_warnings_hidden()
-def run(argv: Sequence[str]) -> int:
-    """Rewrite as the command line says, and return the exit status.
+def reshard(own: Namespace, sizes: dict[str, Any]) -> None:
+    """Rewrite a checkpoint as the flags of the command say.
 
     Args:
-        argv: Words behind the command's name.
+        own: The flags.
+        sizes: Parallel sizes of the new layout, by axis.
 
     Raises:
         SwitchError: The layout is not legal for the model, or the checkpoint cannot be moved.
     """
-    own = reshard_parser().parse_args(list(argv))
     found = find_checkpoint(
         checkpoint_folder(own.load),
         iteration=own.iteration,
         context=LoadContext(iteration_flag="--iteration", can_start_anew=False),
     )
     state = read_state(found)
-    placement = Placement(own.first, own.last, own.spelled)
-    layout = _layout(own, state["args"], placement)
+    placement = Placement.of(own)
+    layout = _layout(own.world_size, sizes, state["args"], placement)
     plan = plan_resharding(found, layout, state, placement)
     with bytes_progress("resharding", 2 * plan.nbytes) as on_bytes:
         write_resharding(plan, own.save, workers=own.workers, on_bytes=on_bytes)
@@ -58,21 +57,19 @@ def run(argv: Sequence[str]) -> int:
     )
     for note in plan.notes:
         print(note)
-    return 0
 
 
-def _layout(own: Namespace, args: Namespace, placement: Placement) -> Layout:
+def _layout(
+    world_size: int | None, sizes: dict[str, Any], args: Namespace, placement: Placement
+) -> Layout:
     """Return the new layout, checked against the model as at the start of a run."""
-    sizes = {name: getattr(own, attribute_of(flag)) for flag, name in RESHARD_SIZES.items()}
-    of_experts = [flag for flag, name in RESHARD_SIZES.items() if name in ("ep", "etp")]
-    for flag in of_experts:
-        size = sizes[RESHARD_SIZES[flag]]
-        if size > 1 and not args.num_experts:
+    for name in ("ep", "etp"):
+        if sizes[name] > 1 and not args.num_experts:
             raise CheckpointError(
-                f"The model has no experts, got --{flag} {size}. Leave the flag out."
+                f"The model has no experts, got {FLAGS[name]} {sizes[name]}. Leave the flag out."
             )
     least = sizes["pp"] * math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
-    layout = Layout(world_size=own.world_size or least, cp=1, **sizes)
+    layout = Layout(world_size=world_size or least, cp=1, **sizes)
     if getattr(args, "switch_arch", "gpt") == "t5" and layout.pp > 1:
         raise LayoutError(PIPELINE_REFUSAL.format(layout.pp))
     new, _ = args_for(args, layout, placement)

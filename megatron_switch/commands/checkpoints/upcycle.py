@@ -1,13 +1,7 @@
-"""``megatron-switch upcycle``: a dense model becomes a Switch model.
-
-Its experts begin as the dense MLPs. The dense model is a Megatron checkpoint (``--load``) or a
-folder in Hugging Face's format (``--hf``: Llama, Qwen2, Qwen3, T5). With ``--text`` the first loss
-of the new model is reported beside the dense one's.
-"""
+"""A Switch model made of a dense one, wherever that comes from."""
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,9 +35,8 @@ from megatron_switch.checkpoint.formats.source_settings import TOKENIZER_FOLDER,
 from megatron_switch.checkpoint.formats.tensor_source import Box
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags
 from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
-from megatron_switch.commands.checkpoints.parsers import upcycle_parser
 from megatron_switch.commands.checkpoints.written_arguments import written_arguments
-from megatron_switch.errors import CheckpointError, ConfigError, DataError
+from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text
@@ -60,19 +53,13 @@ class _Dense:
 
 
 @known_warnings_hidden()
-def run(argv: Sequence[str]) -> int:
-    """Upcycle as the command line says, and return the exit status.
-
-    Args:
-        argv: Words behind the command's name.
+def upcycle_model(own: Namespace) -> None:
+    """Upcycle a model as the flags of the command say.
 
     Raises:
         SwitchError: The model cannot be upcycled, and nothing was written; or it was, and its first
-            loss cannot be told.
+            loss is not known.
     """
-    own = upcycle_parser().parse_args(list(argv))
-    if own.text is not None and not own.text.is_file():
-        raise DataError(f"--text {own.text} is no file. Name a text, or leave the flag out.")
     dense = _from_hf(own) if own.hf is not None else _from_megatron(own)
     pattern = _pattern(own, dense.model.shape)
     model, table, how = _sparse(dense.model, pattern, own)
@@ -102,7 +89,6 @@ def run(argv: Sequence[str]) -> int:
             source = None if own.load is None else checkpoint_folder(own.load)
             losses = first_losses(own.text, args, dense_folder=source, hf=own.hf, new=own.save)
         print(losses.explained(own.scale, own.num_experts))
-    return 0
 
 
 def _from_megatron(own: Namespace) -> _Dense:

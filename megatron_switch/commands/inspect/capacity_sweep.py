@@ -1,4 +1,4 @@
-"""``megatron-switch capacity-sweep``: what a trained model loses at other capacity factors.
+"""Evaluation of a trained model at several capacity factors.
 
 Capacity is no part of the weights, so one checkpoint can be evaluated at any of them: the same
 validation text goes through the model once for each factor, and the table says what is dropped and
@@ -32,7 +32,6 @@ from torch.utils.data import default_collate
 
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
-from megatron_switch.commands.inspect.parsers import SWEPT_FACTORS, parse_capacity_sweep
 from megatron_switch.data.padding import PADDING_MASK, filled_up
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.moe.capacity import expert_capacity
@@ -64,25 +63,21 @@ class SweepRow:
     """The same for each layer with experts."""
 
 
-def run(argv: Sequence[str]) -> int:
-    """Print loss and drops at each factor; returns the exit code.
-
-    Args:
-        argv: Words without the command's name; flags that are not of this command are Megatron's.
+def sweep_capacity(own: Namespace) -> None:
+    """Print loss and drops at each factor.
 
     Raises:
         SwitchError: The checkpoint, its data or the flags cannot be used.
     """
-    own, flags = parse_capacity_sweep(argv)
     factors = _factors(own.factors)
     rank = int(os.environ.get("RANK", "0"))
     screen = sys.stdout
     # Any factor fits packed dispatch; another one that is asked for comes later and wins.
-    flags = ["--switch-dispatch", "packed", *flags]
+    flags = ["--switch-dispatch", "packed", *own.train_flags]
     with (
         redirect_stdout(sys.stderr),
         Console(None, rank=rank) as console,
-        open_trained_model(own.checkpoint, flags, drop=True) as model,
+        open_trained_model(own.load, flags, drop=True) as model,
     ):
         for note in model.notes:
             console.say(note)
@@ -91,7 +86,6 @@ def run(argv: Sequence[str]) -> int:
     if rank == 0:
         facts = {"checkpoint": str(model.checkpoint.folder), "sequences": own.samples}
         _print(rows, facts, model, Screen(file=screen), as_json=own.json)
-    return 0
 
 
 def sweep(
@@ -264,7 +258,7 @@ def _factors(words: str) -> list[float]:
     except ValueError as error:
         raise ConfigError(
             f"--factors takes numbers with commas between them, got {words!r}. For example: "
-            f"--factors {SWEPT_FACTORS}"
+            "--factors 1,1.25,2"
         ) from error
     for factor in factors:
         expert_capacity(1, 1, factor)  # refuses what is no factor

@@ -1,11 +1,12 @@
-"""``megatron-switch experts``: what each expert of a trained model is for.
+"""The tokens that prefer each expert of a trained model.
 
 Text of the training data goes through the model once, without dropping a token, and the last sparse
 layer's choices are counted against the tokens that it chose for.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
-from megatron_switch.commands.inspect.parsers import experts_parser
 from megatron_switch.data.indexed_files import check_indexed_dataset
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.moe.metrics.token_lift import TokenLift, highest_lifts
@@ -30,33 +30,17 @@ from megatron_switch.training.logs.console import Console
 from megatron_switch.utils.progress import steps_progress
 
 
-def run(argv: Sequence[str]) -> int:
-    """Print a table of experts and the tokens that prefer them; returns the exit code.
-
-    Args:
-        argv: Flags without the command's name; those that are not of this command are Megatron's.
+def report_experts(own: Namespace) -> None:
+    """Print a table of experts and the tokens that prefer them.
 
     Raises:
         SwitchError: The checkpoint, its data or the flags cannot be used.
     """
-    own, flags = experts_parser().parse_known_args(list(argv))
-    if own.load is None:
-        raise ConfigError(
-            "There is no model: --load was not given. Name a checkpoint folder, or the "
-            "--switch-run-dir of a training."
-        )
-    for flag, count in (
-        ("--sequences", own.sequences),
-        ("--num-tokens", own.num_tokens),
-        ("--min-count", own.min_count),
-    ):
-        if count < 1:
-            raise ConfigError(f"{flag} must be at least 1, got {count}.")
     screen = sys.stdout
     with (
         redirect_stdout(sys.stderr),
         Console(None, rank=0),
-        open_trained_model(own.load, flags) as model,
+        open_trained_model(own.load, own.train_flags) as model,
     ):
         token_T, expert_T = observe(model, own.sequences)
         lifts = highest_lifts(
@@ -68,7 +52,6 @@ def run(argv: Sequence[str]) -> int:
         )
         table = expert_table(model, lifts, expert_T, min_count=own.min_count)
     Screen(file=screen).print(table)
-    return 0
 
 
 def observe(model: TrainedModel, num_sequences: int) -> tuple[Tensor, Tensor]:

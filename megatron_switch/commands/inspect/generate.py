@@ -1,4 +1,4 @@
-"""``megatron-switch generate``: continue a prompt with a trained checkpoint.
+"""Text from a trained checkpoint: the continuation of a prompt.
 
 Standard output carries text and nothing else: each prompt as it was given, followed at once by its
 continuation as it grows. What there is to know besides goes to standard error.
@@ -33,9 +33,9 @@ from torch import Tensor
 
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.parameters import total_parameters
-from megatron_switch.commands.inspect.parsers import generate_parser
 from megatron_switch.commands.inspect.t5_generation import conditioned_on
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import flag_name
 from megatron_switch.models.sampling import (
     GREEDY,
     ModelForward,
@@ -53,16 +53,12 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character
 _SAMPLING_DEFAULTS = {"temperature": 0.8, "top_p": 0.9, "top_k": 0}
 
 
-def run(argv: Sequence[str]) -> int:
-    """Print continuations as the command line says, and return the exit status.
-
-    Args:
-        argv: Flags without the command's name; those that are not of this command are Megatron's.
+def generate(own: Namespace) -> None:
+    """Print continuations as the flags of the command say.
 
     Raises:
         SwitchError: Prompt, checkpoint, tokenizer or flags cannot be used.
     """
-    own, flags = generate_parser().parse_known_args(list(argv))
     rank = int(os.environ.get("RANK", "0"))
     sampling, notes = _sampling(own)
     prompts = _prompts(own, rank)
@@ -70,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     with (
         redirect_stdout(sys.stderr),
         Console(None, rank=rank) as console,
-        open_trained_model(own.load, flags, drop=own.drop) as model,
+        open_trained_model(own.load, own.train_flags, drop=own.drop) as model,
     ):
         for note in (_summary(model), *notes, *model.notes):
             console.say(note)
@@ -90,7 +86,6 @@ def run(argv: Sequence[str]) -> int:
             for piece in chain([separator + shown], pieces, ["\n"]):
                 if rank == 0:
                     print(piece, end="", file=screen, flush=True)
-    return 0
 
 
 def continuation(
@@ -182,13 +177,6 @@ def _sampling(own: Namespace) -> tuple[Sampling, tuple[str, ...]]:
     Raises:
         ConfigError: A number is out of range.
     """
-    if own.num_tokens < 1:
-        raise ConfigError(f"At least one token must be added, got --num-tokens {own.num_tokens}.")
-    if own.load is None:
-        raise ConfigError(
-            "There is no model: --load was not given. Name a checkpoint folder, or the "
-            "--switch-run-dir of a training."
-        )
     given = {name: getattr(own, name) for name in _SAMPLING_DEFAULTS}
     chosen: dict[str, Any] = {
         name: _SAMPLING_DEFAULTS[name] if value is None else value for name, value in given.items()
@@ -196,7 +184,7 @@ def _sampling(own: Namespace) -> tuple[Sampling, tuple[str, ...]]:
     sampling = Sampling(**{**chosen, "top_k": chosen["top_k"] or None})
     if not own.greedy:
         return sampling, ()
-    idle = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    idle = [flag_name(name) for name, value in given.items() if value is not None]
     return GREEDY, tuple(f"{flag} has no effect with --greedy." for flag in idle)
 
 

@@ -7,7 +7,8 @@ import pytest
 from support.tiny_run import EXACT, SPARSE, TINY, read_records, run_command, trained
 
 from megatron_switch.cli import main
-from megatron_switch.commands.inspect.capacity_sweep import SCHEMA, run
+from megatron_switch.commands.inspect.capacity_sweep import SCHEMA, sweep_capacity
+from megatron_switch.commands.table import parse
 from megatron_switch.emulation import launch
 from megatron_switch.errors import ConfigError
 
@@ -124,4 +125,4 @@ def test_the_table_and_what_is_refused(checkpoint, data, tmp_path):
 )
 def test_factors_that_mean_nothing(factors, message):
     with pytest.raises(ConfigError, match=message):
-        run(["folder", "--factors", factors])
+        sweep_capacity(parse("capacity-sweep", ["folder", "--factors", factors]))

@@ -5,7 +5,7 @@ import re
 import pytest
 from support.tiny_run import SPARSE, run_command, trained
 
-from megatron_switch.commands.inspect.expert_report import run
+from megatron_switch.commands import table
 from megatron_switch.errors import ConfigError
 
 ON_CPU = ["--switch-device", "cpu"]
@@ -14,7 +14,7 @@ ON_CPU = ["--switch-device", "cpu"]
 @pytest.mark.parametrize("flag", ["--sequences", "--num-tokens", "--min-count"])
 def test_counts_begin_with_one(flag):
     with pytest.raises(ConfigError, match=f"{flag} must be at least 1, got 0"):
-        run(["--load", "gone", flag, "0"])
+        table.run("experts", ["--load", "gone", flag, "0"])
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import torch
 
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.cli import main
-from megatron_switch.commands.inspect.generate import run, text_pieces
+from megatron_switch.commands import table
+from megatron_switch.commands.inspect.generate import text_pieces
 from megatron_switch.emulation import launch
 from megatron_switch.errors import CheckpointError, ConfigError, DataError, LayoutError
 from megatron_switch.testing.checkpoints import load_tensors, save_checkpoint
@@ -73,7 +74,7 @@ def dense(tmp_path_factory):
 def generate(capfd, folder, *flags, num_ranks=1):
     """Return what is printed."""
     argv = ["--load", str(folder), *ON_CPU, *flags]
-    assert launch(num_ranks, lambda: run(argv)) == 0
+    assert launch(num_ranks, lambda: table.run("generate", argv)) == 0
     return capfd.readouterr().out
 
 
@@ -82,7 +83,7 @@ def generate_each(capfd, folder, *cases):
 
     def each():
         for flags in cases:
-            run(["--load", str(folder), *ON_CPU, *flags])
+            table.run("generate", ["--load", str(folder), *ON_CPU, *flags])
             print("\0", end="", flush=True)
 
     in_a_rank(each)
@@ -202,8 +203,8 @@ def _check_widths(folder):
 
     TrainedModel.logits = noted  # in a process of its own
     argv = ["--load", str(folder), *ON_CPU, "--prompt", PROMPT, "--num-tokens", "1"]
-    run([*argv, "--drop"])
-    run(argv)
+    table.run("generate", [*argv, "--drop"])
+    table.run("generate", argv)
     assert widths[0] == CONTEXT
     assert widths[1] < CONTEXT
 
@@ -222,7 +223,7 @@ def test_prompts_come_from_flags_files_and_standard_input(trained, tmp_path, cap
 def test_a_dense_16_bit_model_of_numbers(dense, capfd):
     flags = ("--prompt", "5 6 7", "--num-tokens", "4", "--greedy", "--drop")
     argv = ["--load", str(dense), *ON_CPU, *flags]
-    assert launch(1, lambda: run(argv)) == 0
+    assert launch(1, lambda: table.run("generate", argv)) == 0
     printed = capfd.readouterr()
     assert printed.out.startswith("5 6 7 ")
     assert len(printed.out.split()) == 7
@@ -232,7 +233,7 @@ def test_a_dense_16_bit_model_of_numbers(dense, capfd):
 def test_notes_go_to_standard_error(trained, capfd):
     flags = ("--greedy", "--top-k", "3", "--switch-capacity", "2", "--num-tokens", "1")
     argv = ["--load", str(trained), *ON_CPU, "--prompt", "a b c d " * 20, *flags]
-    assert launch(1, lambda: run(argv)) == 0
+    assert launch(1, lambda: table.run("generate", argv)) == 0
     error = capfd.readouterr().err
     assert "iter_0000012: 7" in error  # parameters
     assert "--top-k has no effect with --greedy." in error
@@ -278,7 +279,7 @@ def _split(ids, where):
 )
 def test_what_cannot_be_generated_is_refused(trained, flags, message):
     with pytest.raises(ConfigError, match=message):
-        run(["--load", str(trained), *ON_CPU, *flags])
+        table.run("generate", ["--load", str(trained), *ON_CPU, *flags])
 
 
 def test_an_empty_prompt_is_refused(trained, capfd):
@@ -289,26 +290,33 @@ def test_an_empty_prompt_is_refused(trained, capfd):
 
 def test_a_model_is_needed(tmp_path):
     with pytest.raises(ConfigError, match="There is no model: --load was not given"):
-        run(["--prompt", "a"])
+        table.run("generate", ["--prompt", "a"])
     with pytest.raises(CheckpointError, match=r"The checkpoint folder .*absent does not exist"):
-        run(["--prompt", "a", "--load", str(tmp_path / "absent")])
+        table.run("generate", ["--prompt", "a", "--load", str(tmp_path / "absent")])
     with pytest.raises(CheckpointError, match="--load"):
-        run(["--prompt", "a", "--load", str(tmp_path)])
+        table.run("generate", ["--prompt", "a", "--load", str(tmp_path)])
 
 
 def test_an_iteration_that_was_not_saved_is_refused(trained):
     with pytest.raises(CheckpointError, match=r"--ckpt-step 5 asks for .*iter_0000012"):
-        run(["--load", str(trained), *ON_CPU, "--prompt", "a", "--ckpt-step", "5"])
+        table.run(
+            "generate", ["--load", str(trained), *ON_CPU, "--prompt", "a", "--ckpt-step", "5"]
+        )
 
 
 def test_a_layout_that_does_not_fit_is_refused(trained):
     with pytest.raises(LayoutError, match="--expert-model-parallel-size"):
-        run(["--load", str(trained), *ON_CPU, "--prompt", "a", "--expert-model-parallel-size", "3"])
+        table.run(
+            "generate",
+            ["--load", str(trained), *ON_CPU, "--prompt", "a", "--expert-model-parallel-size", "3"],
+        )
 
 
 def test_flags_of_another_model_are_refused(trained):
     with pytest.raises(CheckpointError, match=r"of another model:\n  --hidden-size: 32 .* 64 now"):
-        run(["--load", str(trained), *ON_CPU, "--prompt", "a", "--hidden-size", "64"])
+        table.run(
+            "generate", ["--load", str(trained), *ON_CPU, "--prompt", "a", "--hidden-size", "64"]
+        )
 
 
 def test_every_weight_is_read_and_used(trained, tmp_path):
@@ -340,7 +348,7 @@ def _check_completeness(iteration, folder):
 def test_a_checkpoint_without_arguments_names_what_is_missing(tmp_path):
     save_checkpoint(tmp_path, "release", {"a": torch.zeros(1)}, {"checkpoint_version": 3.0})
     with pytest.raises(CheckpointError, match=r"stores no arguments, .*--num-layers"):
-        run(["--load", str(tmp_path), *ON_CPU, "--prompt", "a"])
+        table.run("generate", ["--load", str(tmp_path), *ON_CPU, "--prompt", "a"])
 
 
 def test_a_tokenizer_that_moved_is_asked_for(trained, capfd):
@@ -348,7 +356,7 @@ def test_a_tokenizer_that_moved_is_asked_for(trained, capfd):
     moved = model.rename(model.with_name("moved.model"))
     try:
         with pytest.raises(DataError, match=r"not where it was in training: .* --tokenizer-model"):
-            run(["--load", str(trained), *ON_CPU, "--prompt", "a"])
+            table.run("generate", ["--load", str(trained), *ON_CPU, "--prompt", "a"])
         flags = ("--tokenizer-model", str(moved), "--num-tokens", "1")
         assert generate(capfd, trained, "--prompt", "a", *flags).startswith("a")
     finally:

@@ -9,7 +9,7 @@ from megatron.core import parallel_state as mpu
 from support.tiny_run import SPARSE
 
 from megatron_switch import parallel_state
-from megatron_switch.commands.check_layouts.training_run import _micro_batches
+from megatron_switch.commands.layout_check.training_run import _micro_batches
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.testing.ranks import run_ranks
 from megatron_switch.training.arguments.parser import parse_command_line

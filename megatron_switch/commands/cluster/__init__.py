@@ -1,1 +1,0 @@
-"""Commands for clusters: plan, rehearse, render-launch, check-binding, from-deepspeed."""
