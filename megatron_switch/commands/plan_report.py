@@ -18,6 +18,7 @@ from megatron_switch.planner.plan_flags import plan_flags
 from megatron_switch.planner.plan_warnings import plan_warnings
 from megatron_switch.planner.request import PlanRequest
 from megatron_switch.planner.search import BestPlans
+from megatron_switch.utils.units import gigabytes
 
 _SHARDING = {
     "replicated": "optimizer state on every copy",
@@ -83,7 +84,7 @@ class PlanReport:
             if plan.memory.peaks_in_the_step
         }
         if steps:
-            needs = ", ".join(f"{memory.step / 1e9:.1f}" for memory in steps.values())
+            needs = ", ".join(gigabytes(memory.step) for memory in steps.values())
             self._say(
                 f"In layout{'s' * (len(steps) > 1)} {', '.join(map(str, steps))} the peak is the "
                 f"optimizer's step, which needs {needs} GB in place of act and buffer."
@@ -156,7 +157,7 @@ class PlanReport:
                 f"{factor:g}",
                 str(slots),
                 f"{plan.dropped:.2%}",
-                f"{plan.memory.total / 1e9:.1f}",
+                gigabytes(plan.memory.total),
                 f"{plan.timing.tokens_per_second:.0f}",
                 f"{plan.kept_tokens_per_second:.0f}",
             )
@@ -179,10 +180,10 @@ class PlanReport:
         self._say("\nState of one GPU (experts + everything else), before any activation:")
         for sharding, state in states.items():
             total = state.expert.total + state.dense.total
-            verdict = "fits" if total <= budget else f"does not fit in {budget / 1e9:.0f} GB"
+            verdict = "fits" if total <= budget else f"does not fit in {gigabytes(budget, 0)} GB"
             self._say(
-                f"  {_SHARDING[sharding]:<32} {state.expert.total / 1e9:6.1f} + "
-                f"{state.dense.total / 1e9:.1f} = {total / 1e9:.1f} GB: {verdict}"
+                f"  {_SHARDING[sharding]:<32} {gigabytes(state.expert.total):>6} + "
+                f"{gigabytes(state.dense.total)} = {gigabytes(total)} GB: {verdict}"
             )
         fits = plan.memory.total <= budget
         needs, of_what = plan.memory.buffers, "layers at work"
@@ -190,7 +191,7 @@ class PlanReport:
             needs, of_what = plan.memory.step, "optimizer's step"
         self._say(
             f"With activations and buffers the {_SHARDING[plan.training.sharding]} peaks at "
-            f"{plan.memory.total / 1e9:.1f} GB, {needs / 1e9:.1f} GB of it the {of_what}: "
+            f"{gigabytes(plan.memory.total)} GB, {gigabytes(needs)} GB of it the {of_what}: "
             f"{'fits' if fits else 'does not fit'}."
         )
         self.warnings(plan)
@@ -238,11 +239,11 @@ def _row(plan: LayoutPlan, request: PlanRequest) -> list[str]:
         str(plan.training.micro_batch_size),
         plan.training.dispatch,
         _saving(plan),
-        f"{memory.total / 1e9:.1f}",
-        f"{memory.expert_state / 1e9:.1f}",
-        f"{memory.dense_state / 1e9:.1f}",
-        f"{(memory.activations + memory.routing) / 1e9:.1f}",
-        f"{max(memory.buffers, memory.logits) / 1e9:.1f}",
+        gigabytes(memory.total),
+        gigabytes(memory.expert_state),
+        gigabytes(memory.dense_state),
+        gigabytes(memory.activations + memory.routing),
+        gigabytes(max(memory.buffers, memory.logits)),
         f"{plan.dropped:.1%}",
         f"{timing.step:.3g}",
         f"{timing.all_to_all_share:.0%}",

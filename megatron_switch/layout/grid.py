@@ -1,12 +1,12 @@
 """Rank arithmetic: rank <-> coordinates, and every process group as a list of ranks.
 
-A :class:`Layout` is always legal: making one from sizes that do not cover all ranks raises.
-Nothing is tabulated. A rank's coordinates are the digits of its number in a mixed radix whose
+A :class:`Layout` is always legal: sizes that do not form both grids raise LayoutError. Nothing is
+tabulated. A rank's coordinates are the digits of its number in a mixed radix whose
 digits are the axes, the first of ``order`` varying fastest, so that one group of one rank costs
 as much as it has members, whatever the number of ranks.
 
 Coordinates on the dense grid are ``tp, cp, dp, pp``; on the expert grid ``etp, ep, edp, pp``,
-where ETP and EDP stand where ``order`` says tp and dp. The pipeline stage is the same on both.
+where ETP and EDP take the places of tp and dp in ``order``. The pipeline stage is the same on both.
 
 Groups have the members, and come in the order, in which Megatron-Core 0.19.2 creates them; our
 names are those of its ``ProcessGroupCollection``, except that the experts' axes are called
@@ -53,7 +53,7 @@ GROUP_NAMES = (*DENSE_GROUPS, *EXPERT_GROUPS, "embedding", "position_embedding")
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands on both grids; every number counts from 0."""
+    """Coordinates of one rank on both grids, each counted from 0."""
 
     tp: int
     cp: int
@@ -81,7 +81,7 @@ class Grid:
         return {axis: math.prod(sizes[:i]) for i, axis in enumerate(self.sizes)}
 
     def coordinate(self, axis: str, rank: int) -> int:
-        """Return where ``rank`` stands on ``axis``."""
+        """Return the coordinate of ``rank`` on ``axis``."""
         return rank // self.strides[axis] % self.sizes[axis]
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
@@ -160,7 +160,7 @@ class Layout(Sizes):
         return Grid({names.get(axis, axis): sizes[axis] for axis in axes})
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where ``rank`` stands on both grids."""
+        """Return the coordinates of ``rank`` on both grids."""
         self._check_rank(rank)
         dense = {axis: self.dense.coordinate(axis, rank) for axis in self.dense.sizes}
         expert = {axis: self.expert.coordinate(axis, rank) for axis in ("etp", "ep", "edp")}

@@ -1,8 +1,8 @@
 """Which sizes form both grids: the rules of Megatron-Core 0.19.2's ``initialize_model_parallel``.
 
-Rules stand in three tables, by the sizes that they read: those of the dense grid, those of the
-expert grid, or both. The grids share nothing but the pipeline stages, so that who looks for legal
-sizes (:mod:`megatron_switch.planner.legal_sizes`) can decide on each grid by itself.
+There are three tables of rules, by the sizes that they read: those of the dense grid, those of the
+expert grid, or both. The grids share nothing but the pipeline stages, so that a search for legal
+sizes (:mod:`megatron_switch.planner.legal_sizes`) can filter each grid by itself.
 """
 
 import math

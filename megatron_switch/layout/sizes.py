@@ -33,7 +33,7 @@ FLAGS = {
 
 @dataclass(frozen=True, init=False)
 class Sizes:
-    """Number of ranks and the factors they were asked to form; legal or not.
+    """Number of ranks and parallel sizes as requested; legal or not.
 
     Attributes:
         world_size: Ranks in the job.
@@ -95,7 +95,7 @@ class Sizes:
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def given(self) -> dict[str, int]:
-        """Return what was asked for, by name: all sizes, without ETP where it follows TP."""
+        """Return the sizes as requested, by name; without ETP where it follows TP."""
         names = ["world_size", *FLAGS]
         if self.etp_follows_tp:
             names.remove("etp")

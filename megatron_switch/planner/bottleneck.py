@@ -59,15 +59,15 @@ def why_faster(plan: LayoutPlan, other: LayoutPlan) -> str:
     }
     step = other.timing.step
     named = sorted(saved.items(), key=lambda item: -abs(item[1]))
-    words = [
+    reasons = [
         f"{_time(abs(seconds))} {'less' if seconds > 0 else 'more'} {cause}"
         for cause, seconds in named[:3]
         if abs(seconds) > _WORTH_NAMING * step
     ]
     if abs(plan.dropped - other.dropped) > _WORTH_NAMING:
         more = "fewer" if plan.dropped < other.dropped else "more"
-        words.append(f"{more} dropped tokens ({plan.dropped:.1%} against {other.dropped:.1%})")
-    return f"{gain:.1%} more kept tokens a second: {', '.join(words) or 'nearly the same'}"
+        reasons.append(f"{more} dropped tokens ({plan.dropped:.1%} against {other.dropped:.1%})")
+    return f"{gain:.1%} more kept tokens a second: {', '.join(reasons) or 'nearly the same'}"
 
 
 def _time(seconds: float) -> str:

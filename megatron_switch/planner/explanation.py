@@ -18,6 +18,7 @@ from megatron_switch.planner.cost.activations import (
 from megatron_switch.planner.cost.traffic import Traffic
 from megatron_switch.planner.layout_plan import LayoutPlan
 from megatron_switch.planner.request import PlanRequest
+from megatron_switch.utils.units import decimal_size_text, gigabytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Section:
 
 
 def explain(plan: LayoutPlan, request: PlanRequest) -> list[Section]:
-    """Return the whole computation of a plan, in sections."""
+    """Return the computation of a plan, in sections."""
     sections = [
         Section("Parameters", tuple(_parameters(plan, request))),
         Section("Ranks", tuple(_ranks(plan))),
@@ -131,11 +132,14 @@ def _memory(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
         "fully_sharded": "(weights + gradients + 12) / copies",
     }[training.sharding]
     kept = (
-        f"({layers.dense} dense x {_gb(one.dense)} + {layers.sparse} sparse x {_gb(one.sparse)}) x "
+        f"({layers.dense} dense x {decimal_size_text(one.dense)} + "
+        f"{layers.sparse} sparse x {decimal_size_text(one.sparse)}) x "
         f"{chunks} of {layout.vp} chunks under way"
     )
     if training.recompute == "full":
-        kept = f"{_gb(one.stream)} a layer kept; buffers hold the layers computed again"
+        kept = (
+            f"{decimal_size_text(one.stream)} a layer kept; buffers hold the layers computed again"
+        )
     rows = [
         ("expert state", f"{state} bytes a parameter, {layout.edp} copies", memory.expert_state),
         (
@@ -153,7 +157,7 @@ def _memory(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
     ]
     if memory.host:
         rows.append(("on the host", "masters, moments and gradients of a rank", memory.host))
-    return [Line(name, formula, _gb(size)) for name, formula, size in rows]
+    return [Line(name, formula, decimal_size_text(size)) for name, formula, size in rows]
 
 
 def _exchange(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
@@ -168,15 +172,15 @@ def _exchange(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
             f"{spread.leaves} leaf switches",
             str(spread.members),
         ),
-        Line("one exchange", "rows x width x bytes", f"{one.payload / 1e6:.1f} MB"),
+        Line("one exchange", "rows x width x bytes", decimal_size_text(one.payload)),
         Line(
             "across nodes",
             f"{peers} of {spread.members} peers",
-            f"{one.across / 1e6:.1f} MB",
+            decimal_size_text(one.across),
         ),
         Line(
             "flat",
-            f"{one.across / 1e6:.1f} MB / {network.alltoall_gb_s:g} GB/s + {peers} x "
+            f"{decimal_size_text(one.across)} / {network.alltoall_gb_s:g} GB/s + {peers} x "
             f"{network.peer_us:g} us + latency",
             f"{one.flat * 1e3:.2f} ms",
         ),
@@ -207,8 +211,8 @@ def _step(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
         if cause in calls:
             transfer = calls[cause]
             formula = (
-                f"{transfer.calls} calls, {transfer.inside / 1e9:.1f} GB inside and "
-                f"{transfer.across / 1e9:.1f} GB across nodes"
+                f"{transfer.calls} calls, {gigabytes(transfer.inside)} GB inside and "
+                f"{gigabytes(transfer.across)} GB across nodes"
             )
         if seconds > 0:
             lines.append(Line(cause, formula, f"{seconds:.3f} s"))
@@ -218,7 +222,3 @@ def _step(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
         )
     rate = f"{timing.tokens_per_second:.0f} tokens/s a GPU, useful MFU {timing.useful_mfu:.1%}"
     return [*lines, Line("step", rate, f"{timing.step:.3f} s")]
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 5e6 else f"{size / 1e6:.2f} MB"

@@ -1,8 +1,8 @@
 """The tutorials' form N = n x m x e: what it means as Megatron's two grids.
 
 ``n`` copies of the model for data parallelism, each cut over ``m`` ranks, with the experts spread
-over ``e`` ranks. Megatron has no such product. Dense layers do not know of experts, so that their
-``n x e`` groups of ``m`` ranks are all data parallel; and experts have a grid of their own.
+over ``e`` ranks. Megatron has no such product. EP is no factor of its dense grid, so that all
+``n x e`` groups of ``m`` ranks are data-parallel copies; and experts have a grid of their own.
 
     dense grid    TP m x DP (n x e)
     expert grid   ETP m x EP e x EDP n

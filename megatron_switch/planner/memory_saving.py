@@ -1,4 +1,4 @@
-"""Ways to save memory at the price of time: where state is kept, and what is computed twice."""
+"""Ways to save memory at the cost of time: where state is kept, and what is computed twice."""
 
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -53,7 +53,7 @@ def plans_as_json(
 
     Args:
         plans: BestPlans, best first.
-        request: What was asked for.
+        request: What was planned.
         model_argv: The model's own flags.
     """
     return {
@@ -126,7 +126,7 @@ def read_plan(path: Path, *, world_size: int | None = None, number: int = 1) -> 
     gpus_per_node = file.integer("gpus_per_node")
     plans = file.objects("plans")
     if not 1 <= number <= len(plans):
-        raise file.error("plans", f"holds {len(plans)} plans, and number {number} was asked for.")
+        raise file.error("plans", f"holds {len(plans)} plans, and number {number} was requested.")
     plan = plans[number - 1]
     ranks = plan.inner("layout").integer("world_size")
     if ranks != nodes * gpus_per_node:

@@ -19,6 +19,7 @@ from megatron_switch.layout.validation import validate_layout
 from megatron_switch.planner.cost.lower_bound import LowerBound
 from megatron_switch.planner.layout_plan import LayoutPlan, best_plan, can_fit
 from megatron_switch.planner.request import PlanRequest
+from megatron_switch.utils.units import gigabytes
 
 _MOST_NODES = 65536
 
@@ -28,7 +29,7 @@ class BestPlans:
     """The best layouts, best first.
 
     Attributes:
-        best: The few that were asked for.
+        best: As many as were requested, or as fit.
         legal: Legal choices of sizes.
         evaluated: Of them, those whose bound did not rule them out.
     """
@@ -114,14 +115,14 @@ def _smallest_change(request: PlanRequest) -> str:
 
 def _fits_nowhere(request: PlanRequest, legal: int) -> LayoutError:
     enough = sufficient_nodes(request)
-    budget = request.hardware.budget / 1e9
+    budget = gigabytes(request.hardware.budget)
     answer = "No number of nodes up to 65,536 does with these settings."
     if enough is not None:
         ranks = enough * request.hardware.gpus_per_node
         answer = f"{ranks} GPUs (--nodes {enough}) would do."
     return LayoutError(
         f"The model fits in none of {legal} legal layouts of {request.world_size} GPUs: a GPU has "
-        f"{budget:.1f} GB for tensors, and state is cut, recomputed or moved to the host as far as "
+        f"{budget} GB for tensors, and state is cut, recomputed or moved to the host as far as "
         f"it was allowed to. {answer} Otherwise take GPUs with more memory (--hardware), a smaller "
         "--seq-length, or fewer experts."
     )

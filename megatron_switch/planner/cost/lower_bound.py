@@ -54,7 +54,7 @@ class LowerBound:
         self._shard, self._offload = shard, offload
         self._dense_parts: dict[tuple[int, int, int], _Part] = {}
         self._expert_parts: dict[tuple[int, int, int], _Part] = {}
-        # Read for each of thousands of choices.
+        # Attributes, because they are read for each of thousands of choices.
         self._width = training.width
         self._gradient_width = 4 if training.fp32_gradients else training.width
         self._key_values = 2 * model.kv_projection_size
@@ -70,23 +70,16 @@ class LowerBound:
         ends = model.padded_vocab_size * model.hidden_size * model.vocabulary_matrices
         routers = len(model.decoder.sparse_layers) * model.num_experts * model.hidden_size
         self._blocks = max(0, self._parameters.dense - ends - routers)
-        # One micro-batch of one sequence on one rank; dropping is the least work.
+        # The least work: one micro-batch of one sequence on one rank, which drops most.
         self._kept = 1.0 - _least_dropped(model, training)
         sequence = _one_sequence(training)
         flops = micro_batch_flops(model, Layout(1), sequence)
         self._routed = 1.0 - dropped_share(model, Layout(1), sequence)
-        if model.num_experts:
-            halves, size = model.fc1_parts + 1, model.hidden_size
-            width = model.moe_ffn_hidden_size
-            flops -= (
-                6
-                * self._sparse
-                * halves
-                * size
-                * width
-                * training.seq_length
-                * (1.0 - self._routed)
-            )
+        # Rows of an expert are rounded on each rank, which can make them fewer than the share that
+        # is routed: the dropped share is left out once more, as an allowance.
+        matrices = (model.fc1_parts + 1) * model.hidden_size * model.moe_ffn_hidden_size
+        not_routed = training.seq_length * (1.0 - self._routed) if model.num_experts else 0.0
+        flops -= 6 * self._sparse * matrices * not_routed
         self._arithmetic = flops * training.global_batch_size / world_size / hardware.flops
 
     def kept_tokens_per_second(self, seconds: float, dropped: float | None = None) -> float:
@@ -118,14 +111,15 @@ class LowerBound:
         if min(states.values()) > budget:
             return math.inf
         hardware = self._hardware
-        finest = (chunks or self._model.decoder.num_layers // sizes.pp) * (
+        # The bubble is smallest with micro-batches of one sequence and chunks of one layer.
+        passes = (chunks or self._model.decoder.num_layers // sizes.pp) * (
             micro_batches or self._sequences(sizes)
         )
-        bubble = (sizes.pp - 1) / finest
+        bubble = (sizes.pp - 1) / passes
         busy = self._arithmetic + dense.busy + expert.busy
         end = dense.end + expert.end
         on_host = all(size > budget for name, size in states.items() if name != "host")
-        if on_host:
+        if on_host:  # 30 bytes of the step itself, gradients down, weights up
             end += (
                 (34 + self._width) * (dense.owned + expert.owned) / (hardware.host_link_gb_s * 1e9)
             )
@@ -228,7 +222,6 @@ class LowerBound:
 
 
 def _one_sequence(training: Training) -> Training:
-
     return replace(
         training,
         micro_batch_size=1,
@@ -240,8 +233,7 @@ def _one_sequence(training: Training) -> Training:
 
 
 def _bounded(capacity: Capacity) -> Capacity:
-    """Return a capacity that is counted over what one rank sees."""
-
+    """Return a capacity that is counted over the tokens of one rank."""
     return replace(capacity, group="microbatch") if capacity.group == "ep" else capacity
 
 
@@ -249,5 +241,4 @@ def _least_dropped(model: Architecture, training: Training) -> float:
     """Return the share of tokens dropped at least, at the largest micro-batch."""
     if not model.num_experts or training.capacity.group == "ep":
         return 0.0
-
     return dropped_share(model, Layout(1), replace(training, micro_batch_size=64))

@@ -122,31 +122,31 @@ def _gathered(
 ) -> tuple[int, ...]:
     """Return bytes of whole weights and gradients as a backward pass goes through the layers.
 
-    A lot is a sparse layer with the dense ones up to the next. Megatron-FSDP gathers the lot at
+    A block is a sparse layer with the dense ones up to the next. Megatron-FSDP gathers the block at
     work and as much ahead as half of its unit holds: the parameters of two layers, and no fewer
-    than 10^9. Gradients stay whole until they are summed: of the experts at work, and of the lot
+    than 10^9. Gradients stay whole until they are summed: of the experts at work, and of the block
     before where a unit holds it. Embeddings are gathered all the time.
     """
     if training.sharding != "fully_sharded":
         return ()
     layers = model.decoder.num_layers // layout.pp
-    lots = max(1, len(model.decoder.sparse_layers) // layout.pp)
+    blocks = max(1, len(model.decoder.sparse_layers) // layout.pp)
     ends = model.padded_vocab_size // layout.tp * model.hidden_size * model.vocabulary_matrices
     experts = 0
     if count.expert:
         experts = _owned_of_layer(model, layout, training) * layout.edp
     else:
-        lots = layers
-    lot = experts + max(0, count.dense - ends) // lots
+        blocks = layers
+    block = experts + max(0, count.dense - ends) // blocks
     unit = max(_LEAST_UNIT, 2 * (count.expert + max(0, count.dense - ends)) // layers)
-    ahead, wait = -(-(unit // 2) // lot), min(1, unit // lot)
+    ahead, wait = -(-(unit // 2) // block), min(1, unit // block)
     gradient = 4 if training.fp32_gradients else training.width
     phases = [
-        (ends + min(lots - done, 1 + ahead) * lot) * training.width
-        + (min(done, wait) * lot + experts) * gradient
-        for done in range(lots)
+        (ends + min(blocks - done, 1 + ahead) * block) * training.width
+        + (min(done, wait) * block + experts) * gradient
+        for done in range(blocks)
     ]
-    return (*phases, ends * (training.width + gradient) + min(lots, wait) * lot * gradient)
+    return (*phases, ends * (training.width + gradient) + min(blocks, wait) * block * gradient)
 
 
 def _step(count: ParameterCount, model: Architecture, layout: Layout, training: Training) -> int:

@@ -114,7 +114,7 @@ class Traffic:
     def __init__(
         self, model: Architecture, layout: Layout, training: Training, hardware: Hardware
     ) -> None:
-        """Note the inputs; everything is computed when asked for.
+        """Keep the inputs; everything is computed by the methods.
 
         ``parameters`` and ``sparse_layers`` are then those of a rank of the fullest stage.
         """

@@ -48,7 +48,7 @@ class Hardware:
 
     Attributes:
         name: Preset or file.
-        gpu: What it is, in words.
+        gpu: Description of the GPU.
         gpus_per_node: GPUs that share the fast link.
         nodes_per_leaf: Nodes under one leaf switch.
         memory_gb: Memory of a GPU, 1e9 bytes.

@@ -3,7 +3,7 @@
 The model of a row is ``time = latency + peers x peer + wire bytes / bandwidth``, where wire bytes
 are what a rank sends on the slower link. Its terms are fitted by least squares of relative errors,
 so that small messages decide the latency and large ones the bandwidth. Latency and the time a peer
-costs can be told apart only by runs with different numbers of peers; with one run the latency of
+costs can be separated only by runs with different numbers of peers; with one run the latency of
 the hardware file stays, and the rest is the peers'.
 """
 
@@ -19,7 +19,7 @@ def fitted_hardware(hardware: Hardware, runs: Sequence[Run]) -> Hardware:
     """Return ``hardware`` with the links that the runs measured.
 
     Raises:
-        ConfigError: If times do not grow with sizes, so that no bandwidth can be told.
+        ConfigError: If times do not grow with sizes, so that no bandwidth can be fitted.
     """
     node = _fitted_link(hardware.node, [run for run in runs if run.hosts == 1])
     network = _fitted_link(hardware.network, [run for run in runs if run.hosts > 1])
@@ -98,7 +98,7 @@ def _line(weighted: list[tuple[float, Run]]) -> tuple[float, float]:
         tests = ", ".join(sorted({f"{run.test}_perf" for _, run in weighted}))
         raise ConfigError(
             f"The times of {tests} do not grow with the message, so that no bandwidth can be "
-            "told. Measure larger messages: -e 1G."
+            "fitted. Measure larger messages: -e 1G."
         )
     latency = max(0.0, (c * d - b * e) / determinant)
     return latency, 1e-3 / slope

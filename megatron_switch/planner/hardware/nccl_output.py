@@ -76,7 +76,7 @@ def read_runs(path: Path) -> list[Run]:
     """Return the runs in a file of nccl-tests output, text or JSON.
 
     Raises:
-        ConfigError: If the file cannot be read, or a part of it is no such output; told with line
+        ConfigError: If the file cannot be read, or a part of it is no such output; with line
             or key.
     """
     try:
