@@ -109,8 +109,8 @@ class SwitchConfig:
     from Megatron's flags (--swiglu, --squared-relu, ...)."""
 
     decoder_layer_freq: str | None = flag(None, needs=("t5", "experts"), on_resume="model")
-    """Which decoder layers of a t5 have experts, in the form of --moe-layer-freq, which says it of
-    the encoder. Default: as the encoder where both are equally deep, else layers 1, 3, 5, ..."""
+    """Which decoder layers of a t5 have experts, in the form of --moe-layer-freq, which is for the
+    encoder. Default: as the encoder where both are equally deep, else layers 1, 3, 5, ..."""
 
     span_density: float = flag(
         0.15,
@@ -130,8 +130,8 @@ class SwitchConfig:
     one host."""
 
     nodes_per_leaf: int | None = flag(None, range=COUNT, on_resume="free")
-    """Nodes under one leaf switch of the network. The rank table then says of each kind of group
-    over how many leaves it is spread."""
+    """Nodes under one leaf switch of the network. The rank table then lists
+    over how many leaves each kind of group is spread."""
 
     run_dir: str | None = flag(None, on_resume="free")
     """One folder for checkpoints, TensorBoard, metrics, log, rank table, run.json and resume.sh."""

@@ -202,8 +202,8 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "moe_pad_expert_input_to_capacity": _honoured("Means --switch-dispatch padded."),
     "moe_token_drop_policy": _fixed(
         "position",
-        "Who keeps a slot is said by --switch-drop-order: first_come is what position stands for, "
-        "probability is probs.",
+        "--switch-drop-order decides who keeps a slot: first_come is Megatron's position, "
+        "probability its probs.",
     ),
     "moe_expert_rank_capacity_factor": _refused(
         None,

@@ -80,7 +80,7 @@ def test_the_tables_show_memory_side_by_side_and_say_what_it_is(capfd):
         (f"{SPARSE} --global-batch-size 12", "--global-batch-size is 12"),
         (
             f"{SPARSE} --use-megatron-fsdp --pipeline-model-parallel-size 2",
-            "Megatron-FSDP knows no pipeline stages",
+            "Megatron-FSDP has no pipeline stages",
         ),
         (f"{SPARSE} --use-megatron-fsdp", "requires the `fsdp_dtensor` checkpointing format"),
         (

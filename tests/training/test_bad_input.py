@@ -44,7 +44,7 @@ def ranks(number):
         (f"{SPARSE} {MOCK} --moe-router-topk 2", r"--moe-router-topk must be 1 .* got 2"),
         (
             f"{SPARSE} {MOCK} --switch-dispatch padded --switch-capacity 99000000000",
-            r"One padded expert buffer would be 47\d\d\d GiB.*--switch-capacity",
+            r"One padded expert buffer would be 46\.10 TiB.*--switch-capacity",
         ),
         (
             f"{SPARSE} {MOCK} --transformer-impl transformer_engine",

@@ -1,13 +1,13 @@
-"""Compare what a checkpoint was trained with and what this run was asked for.
+"""Compare the settings stored in a checkpoint with those of the run that loads it.
 
-Megatron stores its whole argument namespace in a checkpoint and compares three of the
-values on load. The rest either fails later with a shape or an assertion, or goes on
-silently with a model that means something else. Here every difference that matters is an
-error that lists flag, stored value and current value:
+Megatron stores its whole argument namespace in a checkpoint and compares three of the values on
+load. Other differences fail later with a shape or an assertion, or silently change what the model
+computes. Here every difference that matters is an error that lists flag, stored value and current
+value:
 
 * another model: sizes, experts, normalisation, positions, vocabulary;
 * other Switch semantics: capacity, drop order, losses, jitter, unless overridden;
-* another schedule, unless Megatron is told which of the two to take;
+* another learning rate schedule, unless a flag says which of the two to take;
 * optimizer state that this run's optimizer cannot read in this layout.
 
 Layout, precision of the run, logging, data and intervals are free to change. Which flag is of which
@@ -58,7 +58,7 @@ def check_resume(
         is_release: The checkpoint holds weights only; nothing but the model is compared.
 
     Returns:
-        What the user should know although the run can go on, one message per element.
+        Notes for the user, one message per element; none of them stops the run.
 
     Raises:
         CheckpointError: They do not fit; the message lists every difference.
@@ -159,7 +159,7 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
 
 
 def _batch_notes(stored: Namespace, args: Namespace) -> list[str]:
-    """Say that another micro-batch is another capacity group, where it is one."""
+    """Return a note where another micro-batch size changes the capacity groups."""
     sizes = _differences(["micro_batch_size"], stored, args)
     counted = args.num_experts and _of(args, "switch_capacity_group") == "microbatch"
     if not (sizes and counted):
@@ -185,7 +185,7 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
     settings = _differences(flags_with("optimizer"), stored, args)
     if settings:
         raise CheckpointError(
-            f"The optimizer goes on with the settings it was saved with, and these flags ask for "
+            f"The optimizer keeps the settings it was saved with, and these flags ask for "
             f"others:{_lines(settings)}\nGive them the checkpoint's values, {way_out}"
         )
     if bool(_of(stored, "use_distributed_optimizer")) != bool(args.use_distributed_optimizer):
@@ -210,7 +210,7 @@ def _check_bucket_order(stored: Namespace, args: Namespace, way_out: str) -> Non
     """Raise unless this run has the very buffers of which the state is an image.
 
     Megatron compares their sizes only. Experts that are stored in another order have the
-    same size, and would exchange their moments without a word.
+    same size, and would silently exchange their moments.
     """
     intro = (
         "The optimizer state is stored in dp_reshardable form, in the order of the buffers of the "

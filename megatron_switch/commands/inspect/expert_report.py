@@ -24,7 +24,7 @@ from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.moe.metrics.token_lift import TokenLift, highest_lifts
 from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.moe.routing import RoutedTokens
-from megatron_switch.training.arguments.named_data import named_data
+from megatron_switch.training.arguments.data_flags import data_entries
 from megatron_switch.training.inference.trained_model import TrainedModel, open_trained_model
 from megatron_switch.training.logs.console import Console
 from megatron_switch.utils.progress import steps_progress
@@ -136,10 +136,10 @@ def _chosen_by(router: SwitchRouter) -> Iterator[list[Tensor]]:
 
 def _sequences(model: TrainedModel, num_sequences: int) -> Iterator[Tensor]:
     """Yield the middle of documents, as many tokens as the context holds."""
-    named = named_data(model.args)
+    named = data_entries(model.args)
     if not named:
         stored = read_common_state(model.checkpoint.folder).get("args")
-        named = {} if stored is None else named_data(stored)
+        named = {} if stored is None else data_entries(stored)
     words = named.get("data_path") or named.get("train_data_path")
     if not words:
         raise DataError(

@@ -1,9 +1,8 @@
 """Defaults that follow from other flags, from the device and from what is installed.
 
 Megatron's own defaults assume Transformer Engine, Apex and NCCL. Each rule here turns one of them
-to what works where they are absent, only if the user did not say otherwise; a flag that the user
-did set and that cannot hold is a :class:`ConfigError`. What was changed is returned, to be reported
-in one line.
+to what works where they are absent, unless its flag was given; a given flag that cannot work is a
+:class:`ConfigError`. What was changed is returned, to be reported in one line.
 """
 
 from argparse import Namespace
@@ -14,7 +13,7 @@ from typing import Literal
 from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.errors import ConfigError
 from megatron_switch.training.arguments.parser import CommandLine
-from megatron_switch.training.arguments.t5_arguments import fill_t5
+from megatron_switch.training.arguments.t5 import fill_t5
 
 
 def fill_defaults(line: CommandLine, device: Literal["cuda", "cpu"]) -> tuple[str, ...]:
@@ -98,7 +97,7 @@ def _fill_model(line: CommandLine) -> None:
         # An integer frequency N means layers 0, N, 2N, ... to Megatron; Switch starts at 1.
         args.moe_layer_freq = Stack.switch(args.num_layers).layer_freq
     if args.switch_recipe == "megatron" and "switch_eval_capacity_factor" not in line.settled:
-        # Megatron knows one factor, and takes it in evaluation too; None drops nothing.
+        # Megatron has one factor, for evaluation too; None drops nothing.
         given = args.moe_expert_capacity_factor
         args.switch_eval_capacity_factor = -1.0 if given is None else given
 
@@ -134,14 +133,14 @@ _NOT_ON_CPU = {
 
 
 def _refuse_engine(line: CommandLine, device: Literal["cuda", "cpu"]) -> None:
-    asked = {
+    needs_engine = {
         "--transformer-impl transformer_engine": "transformer_impl" in line.explicit
         and line.args.transformer_impl == "transformer_engine",
         # Megatron demands it with an optimizer on the host, which is torch's own.
         "--use-precision-aware-optimizer": line.args.use_precision_aware_optimizer
         and not line.args.optimizer_cpu_offload,
     }
-    flag = next((flag for flag, is_set in asked.items() if is_set), None)
+    flag = next((flag for flag, is_set in needs_engine.items() if is_set), None)
     if flag is None:
         return
     missing = (

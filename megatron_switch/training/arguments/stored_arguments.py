@@ -1,9 +1,9 @@
 """Which model a checkpoint holds, taken from the arguments stored in it.
 
-A checkpoint stores the whole argument namespace of the run that wrote it. Of that, this module
-takes what decides which function the model computes, and its tokenizer, so that a model can be
-used knowing nothing but its folder. Layout, device, everything about speed, memory, training and
-logging stays that of the command line, where an explicit flag also wins over what is stored.
+A checkpoint stores the whole argument namespace of the run that wrote it. This module takes from it
+what decides which function the model computes, and the tokenizer, so that a model can be used from
+its folder alone. Layout, device, and everything about speed, memory, training and logging stays
+that of the command line, where an explicit flag also wins over a stored value.
 
 Megatron's own ``--use-checkpoint-args`` takes a list that misses half of the model. Here the rule
 errs the other way: *every* field of Megatron's ``TransformerConfig`` is taken unless its row in
@@ -30,7 +30,7 @@ from megatron_switch.training.arguments.parser import CommandLine
 
 
 def model_attributes() -> frozenset[str]:
-    """Return the attributes of Megatron's namespace that say which function a model computes."""
+    """Return the attributes of Megatron's namespace that decide which function a model computes."""
     parallel = {field.name for field in fields(ModelParallelConfig)}
     transformer = {field.name for field in fields(TransformerConfig)} - parallel
 
@@ -46,12 +46,12 @@ def model_attributes() -> frozenset[str]:
 
 
 def tokenizer_attributes() -> frozenset[str]:
-    """Return the attributes of Megatron's namespace that say which tokenizer is used."""
+    """Return the attributes of Megatron's namespace that decide which tokenizer is used."""
     return frozenset(flag_dest(flag) for flag in FLAGS)
 
 
 def with_checkpoint_args(line: CommandLine) -> CommandLine:
-    """Return the command line with the checkpoint's model, if ``--use-checkpoint-args`` asks so.
+    """Return the command line with the checkpoint's model, if ``--use-checkpoint-args`` is given.
 
     Model, tokenizer, routing and its losses come from the checkpoint where no flag was given;
     Megatron itself takes half of the model, even over the command line.
@@ -88,7 +88,7 @@ def with_stored_model(line: CommandLine, stored: Namespace) -> CommandLine:
     """Return a command line that describes the model of a checkpoint.
 
     Args:
-        line: What the user said; its namespace is changed in place.
+        line: The parsed command line; its namespace is changed in place.
         stored: Arguments of the run that wrote the checkpoint, validated as Megatron stores them.
 
     Returns:

@@ -81,7 +81,7 @@ class TrainedModel:
 
     @property
     def answers(self) -> bool:
-        """Whether the model is an encoder-decoder, which answers a text and does not go on."""
+        """Whether the model is an encoder-decoder: it answers a text, and does not continue it."""
         return bool(self.args.switch_arch == "t5")
 
     @property
@@ -256,7 +256,7 @@ class _Opening:
                 raise
             raise DataError(
                 "The tokenizer that the checkpoint names is not where it was in training: "
-                f"{self._args.tokenizer_model} (seen from {Path.cwd()}). Say where it is now with "
+                f"{self._args.tokenizer_model} (seen from {Path.cwd()}). Give its place with "
                 f"--tokenizer-model. ({error})"
             ) from error
         return build_tokenizer(self._args)

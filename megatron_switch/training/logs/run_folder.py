@@ -1,14 +1,14 @@
-"""One folder holds everything of a run, and says how to go on with it.
+"""One folder holds everything of a run, and a script that continues it.
 
     checkpoints/      Megatron's checkpoints            metrics.jsonl   one line an iteration
-    tensorboard/      TensorBoard events                ranks.csv       where each rank stands
+    tensorboard/      TensorBoard events                ranks.csv       the groups of each rank
     log/              everything Megatron printed       run.json        what this run is
                                                         resume.sh       continues it
 
-A folder belongs to one run: what the run is made of (data, seed, model) is compared with the
-``run.json`` found there, and a folder of another run, or of something else, is refused. Layout,
-schedule and logging may change from start to start; what a checkpoint permits is checked when it is
-loaded.
+A folder belongs to one run: its identity (data, seed, model; the flags that declare it, see
+:class:`megatron_switch.flags.traits.Traits`) is compared with the ``run.json`` found there, and a
+folder of another run, or of something else, is refused. Layout, schedule and logging may change
+from start to start; what a checkpoint permits is checked when it is loaded.
 """
 
 import errno

@@ -15,7 +15,7 @@ from megatron_switch.data.encoder_decoder import KEYS, SpecialTokens
 from megatron_switch.data.span_corruption import SpanCorruption
 from megatron_switch.data.text_to_text import PairFiles, TextToText, split_numbers
 from megatron_switch.moe.micro_batch_state import set_step_key
-from megatron_switch.training.arguments.t5_arguments import reads_pairs
+from megatron_switch.training.arguments.data_flags import reads_pairs
 from megatron_switch.training.loop.batch import ForwardStep, masked_loss, text_datasets
 from megatron_switch.training.preflight.data import sentinels, span_plan, split_sizes
 

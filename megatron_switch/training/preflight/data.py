@@ -14,8 +14,7 @@ from megatron_switch.data.splits import SPLITS, check_splits, documents_of_split
 from megatron_switch.data.text_to_text import PairFiles, check_pairs, count_cut
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.flags.argv import flag_name
-from megatron_switch.training.arguments.named_data import named_data
-from megatron_switch.training.arguments.t5_arguments import data_paths, reads_pairs
+from megatron_switch.training.arguments.data_flags import data_entries, data_paths, reads_pairs
 
 _OTHER_DATA_SETS = (
     "sft",
@@ -33,10 +32,10 @@ def check_data_flags(args: Namespace) -> None:
         ConfigError: Flags that contradict one another.
         DataError: No training data, no tokenizer, or weights that are none.
     """
-    named = named_data(args)
+    named = data_entries(args)
     _check_sources(args, named)
-    for name, words in named.items():
-        _check_blend(flag_name(name), words)
+    for name, entries in named.items():
+        _check_blend(flag_name(name), entries)
     if args.split is not None:
         split_weights(args.split)
     if not (args.skip_train or args.mock_data):
@@ -77,7 +76,7 @@ def check_token_files(args: Namespace, *, vocab_size: int, read: Collection[str]
         DataError: A file is missing, damaged, holds tokens outside the vocabulary, or has no
             document for a split that is read.
     """
-    named = named_data(args)
+    named = data_entries(args)
     for prefix in _prefixes(named):
         facts = check_indexed_dataset(prefix, vocab_size=vocab_size)
         if args.split is not None and prefix in named.get("data_path", []):
@@ -178,14 +177,14 @@ def _check_sources(args: Namespace, named: Mapping[str, list[str]]) -> None:
         )
 
 
-def _check_blend(flag: str, words: list[str]) -> None:
+def _check_blend(flag: str, entries: list[str]) -> None:
     """Refuse weights that Megatron cannot blend by; weights and prefixes alternate."""
-    weights = words[::2]
-    if not (words and all(map(_is_weight, weights))):
+    weights = entries[::2]
+    if not (entries and all(map(_is_weight, weights))):
         return
     values = [float(weight) for weight in weights]
-    given = " ".join(words)
-    if len(words) % 2 or not all(_is_share(value) for value in values) or sum(values) == 0:
+    given = " ".join(entries)
+    if len(entries) % 2 or not all(_is_share(value) for value in values) or sum(values) == 0:
         raise DataError(
             f"{flag} takes prefixes, or pairs of a weight and a prefix; weights are finite, not "
             f"negative, and not all 0. Got: {given}."
@@ -241,13 +240,13 @@ def _has_validation(args: Namespace, named: Mapping[str, list[str]]) -> bool:
 
 
 def _prefixes(named: Mapping[str, list[str]]) -> list[str]:
-    """Return the path prefixes among the words that name data, without blending weights."""
-    return [word for words in named.values() for word in words if not _is_weight(word)]
+    """Return the path prefixes among the entries, without blending weights."""
+    return [entry for entries in named.values() for entry in entries if not _is_weight(entry)]
 
 
-def _is_weight(word: str) -> bool:
+def _is_weight(entry: str) -> bool:
     try:
-        float(word)
+        float(entry)
     except ValueError:
         return False
     return True

@@ -1,8 +1,8 @@
-"""Which device a run uses: decided once, before any process group, and never by surprise.
+"""Which device a run uses: decided once, before any process group exists.
 
 ``--switch-device auto`` takes the CPU only where no GPU is present *or promised*. A node whose
 driver does not match torch's CUDA, a container without the device files, a job that SLURM gave a
-GPU: there a silent fall to the CPU would burn the allocation, so it is an error instead.
+GPU: there a silent fall to the CPU would waste the allocation, so it is an error instead.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class Surroundings:
 
 
 def look_around(environ: Mapping[str, str]) -> Surroundings:
-    """Return what can be seen from here.
+    """Return what this process sees of GPUs and of its job.
 
     Args:
         environ: The process environment.
@@ -97,7 +97,7 @@ def choose_device(
                 f"Every rank needs a GPU of its own, but {around.num_local_ranks} ranks share this "
                 f"host and torch sees {around.num_gpus} of its GPUs (CUDA_VISIBLE_DEVICES). Start "
                 f"{around.num_gpus} ranks a host (torchrun --nproc-per-node), show each rank all "
-                "GPUs (srun --gpus-per-node, not --gpus-per-task), or say --switch-device cpu."
+                "GPUs (srun --gpus-per-node, not --gpus-per-task), or give --switch-device cpu."
             )
         return "cuda"
     versions = f"torch was built for CUDA {around.torch_cuda}; NVIDIA driver: {around.driver}"
@@ -110,12 +110,12 @@ def choose_device(
     if around.gpu_signs:
         raise ConfigError(
             f"A GPU is present or promised ({', '.join(around.gpu_signs)}) but torch cannot use "
-            f"it: {versions}. Mend the driver or the container, or say --switch-device cpu to "
+            f"it: {versions}. Fix the driver or the container, or give --switch-device cpu to "
             "train on the CPU all the same."
         )
     if around.num_hosts > 1:
         raise ConfigError(
             f"This job has {around.num_hosts} hosts and no GPU on this one; --switch-device auto "
-            "takes the CPU only for a job on one host. Say --switch-device cpu if CPUs are meant."
+            "takes the CPU only for a job on one host. Give --switch-device cpu if CPUs are meant."
         )
     return "cpu"

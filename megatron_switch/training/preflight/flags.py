@@ -3,8 +3,6 @@
 from argparse import Namespace
 from typing import Literal
 
-import psutil
-import torch
 from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
 from megatron_switch.architecture.layer_pattern import sparse_layers
@@ -13,10 +11,11 @@ from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_name
 from megatron_switch.flags.known_flags import check_megatron_flags, flags_without_effect
 from megatron_switch.flags.traits import Condition
-from megatron_switch.moe.capacity import expert_capacity
+from megatron_switch.training.arguments.data_flags import reads_pairs
 from megatron_switch.training.arguments.parser import CommandLine
-from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs
+from megatron_switch.training.arguments.t5 import check_t5
 from megatron_switch.training.preflight.data import check_data_flags
+from megatron_switch.training.preflight.layout import check_buffer_memory
 from megatron_switch.upstream.version import check_version
 
 _REQUIRED = (
@@ -28,7 +27,6 @@ _REQUIRED = (
     "micro_batch_size",
 )
 _OWN_OPTIMIZERS = ("adam", "sgd")
-_EXCESS = 4  # a buffer this many times larger than the memory is a slip of the pen
 
 
 def check_before_megatron(
@@ -56,7 +54,7 @@ def check_before_megatron(
     if args.num_experts:
         notes += _check_nonfinite(args, switch)
         check_megatron_flags(args)
-        _check_capacity(args, switch, device)
+        check_buffer_memory(args, switch, device)
         if switch.drop_order == "probability" and not _never_drops(args, switch):
             notes.append(
                 "--switch-drop-order probability: a later token can take the slot of an earlier "
@@ -66,7 +64,7 @@ def check_before_megatron(
 
 
 def check_schedule(args: Namespace) -> None:
-    """Refuse a schedule that Megatron's own class asserts against.
+    """Refuse a schedule of the learning rate that Megatron's own class asserts against.
 
     Args:
         args: Validated arguments.
@@ -99,7 +97,7 @@ def check_schedule(args: Namespace) -> None:
             )
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
         raise ConfigError(
-            "--lr-decay-style WSD holds the learning rate and lets it fall at the end, but how "
+            "--lr-decay-style WSD keeps the learning rate and decays it at the end, but how "
             f"long that takes is not given. Add --lr-wsd-decay-{unit}."
         )
 
@@ -146,9 +144,9 @@ def _check_required(args: Namespace) -> None:
 def _check_batch_growth(args: Namespace) -> None:
     """Refuse a flag that Megatron 0.19.2 reads and leaves without effect."""
     if args.rampup_batch_size is not None:
-        words = " ".join(map(str, args.rampup_batch_size))
+        values = " ".join(map(str, args.rampup_batch_size))
         raise ConfigError(
-            f"Megatron no longer grows the batch by --rampup-batch-size, got {words}: every batch "
+            f"Megatron no longer grows the batch by --rampup-batch-size, got {values}: every batch "
             "would be of full size. Use --step-batch-size-schedule."
         )
 
@@ -175,7 +173,7 @@ def _check_savings(args: Namespace) -> None:
     stages = args.pipeline_model_parallel_size
     if args.use_megatron_fsdp and stages > 1:
         raise ConfigError(
-            "Megatron-FSDP knows no pipeline stages: its mesh of ranks has axes for data and "
+            "Megatron-FSDP has no pipeline stages: its mesh of ranks has axes for data and "
             "tensor parallelism only, got --use-megatron-fsdp and "
             f"--pipeline-model-parallel-size {stages}. Give 1, or keep "
             "--use-distributed-optimizer alone."
@@ -189,7 +187,7 @@ def _check_savings(args: Namespace) -> None:
 
 
 def _check_optimizer(args: Namespace) -> None:
-    """Refuse an optimizer of a package that Megatron looks for when the model has been built."""
+    """Refuse an optimizer whose package is missing, which Megatron imports late."""
     if args.optimizer not in _OWN_OPTIMIZERS and not HAVE_EMERGING_OPTIMIZERS:
         raise ConfigError(
             f"--optimizer {args.optimizer} is part of the package emerging-optimizers, which does "
@@ -204,7 +202,7 @@ def _never_drops(args: Namespace, switch: SwitchConfig) -> bool:
 
 
 def _check_nonfinite(args: Namespace, switch: SwitchConfig) -> list[str]:
-    """Return what is to be said of ``--switch-nonfinite`` where whole iterations are captured."""
+    """Return notes on ``--switch-nonfinite`` where whole iterations are captured."""
     if args.cuda_graph_impl != "full_iteration" or switch.nonfinite == "ignore":
         return []
     if switch.nonfinite == "skip":
@@ -213,34 +211,6 @@ def _check_nonfinite(args: Namespace, switch: SwitchConfig) -> list[str]:
             "--switch-nonfinite skip and --cuda-graph-impl full_iteration. Change either."
         )
     return [
-        "Router logits are not looked at in iterations that are captured whole (--cuda-graph-impl "
+        "Router logits are not checked in iterations that are captured whole (--cuda-graph-impl "
         "full_iteration); this is --switch-nonfinite ignore."
     ]
-
-
-def _check_capacity(args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]) -> None:
-    if switch.dispatch != "padded":
-        return  # packed buffers hold tokens that exist, whatever the capacity
-    tokens = args.micro_batch_size * max(args.seq_length, args.decoder_seq_length or 0)
-    capacity = switch.capacity or expert_capacity(
-        tokens,
-        args.num_experts,
-        max(args.moe_expert_capacity_factor, switch.eval_capacity_factor),
-        min_capacity=switch.min_capacity,
-        rounding=switch.capacity_rounding,
-    )
-    width = 2 if args.bf16 or args.fp16 else 4
-    needed = capacity * args.num_experts * args.hidden_size * width
-    shards = args.tensor_model_parallel_size * args.context_parallel_size
-    memory = (
-        torch.cuda.get_device_properties(0).total_memory
-        if device == "cuda"
-        else psutil.virtual_memory().total
-    )
-    if needed // shards > _EXCESS * memory:
-        raise ConfigError(
-            f"One padded expert buffer would be {needed / shards / 2**30:.0f} GiB: "
-            f"{args.num_experts} experts x {capacity} slots x {args.hidden_size} elements of "
-            f"{width} bytes over {shards} ranks; this device has {memory / 2**30:.0f} GiB. Lower "
-            "--moe-expert-capacity-factor, --switch-capacity or --micro-batch-size."
-        )

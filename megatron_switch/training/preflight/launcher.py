@@ -1,11 +1,12 @@
 """What started this process: torchrun, SLURM's ``srun`` or the forking launcher.
 
-All three say it in the same variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ...), which are
-checked once, so that everyone may read them as they are. Half of them, or something that is no
-number, would otherwise end in a rendezvous that nobody attends or in an exception far from its
-cause. ``srun`` sets variables of its own: Megatron takes a process without ``RANK`` for the only
-one, and a step of eight tasks would be eight trainings that write into one folder, so
-:func:`slurm_ranks` translates them first.
+All three set the same variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ...), which are checked
+once, so that the rest of the program may rely on them. An incomplete set, or a value that is no
+number, would otherwise end in a rendezvous without end or in an exception far from its cause.
+
+``srun`` sets variables of its own. Megatron takes a process without ``RANK`` for the only one, and
+a step of eight tasks would be eight trainings that write into one folder, so :func:`slurm_ranks`
+translates them first.
 """
 
 import errno

@@ -1,8 +1,9 @@
 """Whether a model fits the ranks it is to be trained on: their grid, and the memory of each.
 
 A size with three zeros too many otherwise ends in an allocator's traceback, or swaps for hours.
-Only the weights are counted; gradients, optimizer and activations are estimated by the planner
-(``megatron-switch plan``): what is refused here is too large by any estimate.
+Counted are the weights and one buffer of expert slots; gradients, optimizer and activations are
+estimated by the planner (``megatron-switch plan``). What is refused here is too large by any
+estimate.
 """
 
 from argparse import Namespace
@@ -20,8 +21,11 @@ from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.model_rules import ModelShape
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.validation import validate_layout, virtual_stages
+from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.training.logs.banner import has_uneven_stages
 from megatron_switch.utils.units import count_text, size_text
+
+_EXCESS = 4  # a buffer this many times larger than the memory is surely a mistake
 
 
 def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
@@ -92,6 +96,43 @@ def check_model_memory(
             "(--expert-model-parallel-size, --tensor-model-parallel-size, "
             "--pipeline-model-parallel-size), or make it smaller (--num-experts, --hidden-size, "
             "--num-layers)."
+        )
+
+
+def check_buffer_memory(
+    args: Namespace, switch: SwitchConfig, device: Literal["cuda", "cpu"]
+) -> None:
+    """Raise ConfigError if one padded buffer of expert slots cannot be in any memory.
+
+    Args:
+        args: Parsed arguments of a model with experts.
+        switch: Switch settings, resolved.
+        device: Where the buffer would be.
+    """
+    if switch.dispatch != "padded":
+        return  # packed buffers hold tokens that exist, whatever the capacity
+    tokens = args.micro_batch_size * max(args.seq_length, args.decoder_seq_length or 0)
+    capacity = switch.capacity or expert_capacity(
+        tokens,
+        args.num_experts,
+        max(args.moe_expert_capacity_factor, switch.eval_capacity_factor),
+        min_capacity=switch.min_capacity,
+        rounding=switch.capacity_rounding,
+    )
+    width = 2 if args.bf16 or args.fp16 else 4
+    needed = capacity * args.num_experts * args.hidden_size * width
+    shards = args.tensor_model_parallel_size * args.context_parallel_size
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if device == "cuda"
+        else psutil.virtual_memory().total
+    )
+    if needed // shards > _EXCESS * memory:
+        raise ConfigError(
+            f"One padded expert buffer would be {size_text(needed / shards)}: "
+            f"{args.num_experts} experts x {capacity} slots x {args.hidden_size} elements of "
+            f"{width} bytes over {shards} ranks; this device has {size_text(memory)}. Lower "
+            "--moe-expert-capacity-factor, --switch-capacity or --micro-batch-size."
         )
 
 

@@ -3,8 +3,8 @@
 Megatron answers an empty tracker file with exit code 0, a missing one with random weights, and
 another model with a shape error deep inside. All of that is decided here, from the files alone.
 
-One case is no mistake: a job that always passes the same folder to ``--load`` and ``--save`` finds
-nothing there when it runs for the first time, and starts from new weights.
+One case is not an error: a job that always passes the same folder to ``--load`` and ``--save``
+finds nothing there when it runs for the first time, and starts from new weights.
 
 Of a run that has done all its iterations Megatron would load the checkpoint, train nothing,
 evaluate it once more, and end. Here a run that continues in its own folder (``--load`` is
@@ -70,20 +70,20 @@ def find_finished(args: Namespace) -> Finished | None:
     where = f"{args.load} is at {unit} {done} of {wanted} ({flag})"
     if is_own:
         return Finished(
-            f"This run is finished: {where}, so nothing was done. To go on, raise {flag} together "
-            "with --override-opt_param-scheduler; to evaluate it again, add --skip-train.",
+            f"This run is finished: {where}, so nothing was done. To continue, raise {flag} "
+            "together with --override-opt_param-scheduler; to evaluate it again, add --skip-train.",
             ends_here=True,
         )
     return Finished(
         f"{where}, so nothing is trained and it is only evaluated. To train from its weights, add "
-        f"--finetune; to go on with that run, raise {flag} together with "
+        f"--finetune; to continue that run, raise {flag} together with "
         "--override-opt_param-scheduler.",
         ends_here=False,
     )
 
 
 def find_what_to_load(args: Namespace) -> tuple[str, ...]:
-    """Check what ``--load`` names, and make Megatron load exactly that.
+    """Check what ``--load`` names, and make Megatron load exactly that checkpoint.
 
     Args:
         args: Validated arguments; ``padded_vocab_size`` may be set.

@@ -1,8 +1,8 @@
-"""Places that a run will write to, tried before it starts.
+"""Folders and files that a run will write to, tried before it starts.
 
-A checkpoint folder that cannot be written is otherwise found out at the first save, and everything
-learnt until then is lost. What does not exist yet is tried in the folder that will hold it, and
-made only when nothing else can refuse the run: a refused one leaves no trace.
+A checkpoint folder that cannot be written would otherwise fail the first save, and everything
+trained until then would be lost. What does not exist yet is tried in the folder that will hold it,
+and created only after all other checks: a run that is refused leaves nothing behind.
 """
 
 import errno
@@ -25,7 +25,7 @@ def check_write_targets(args: Namespace) -> None:
         args: Arguments, with the run folder's places filled in.
 
     Raises:
-        ConfigError: Naming the flag and what the system says.
+        ConfigError: Naming the flag and the system's error.
     """
     _check_wandb(args)
     for flag, shown, folder in _targets(args):
@@ -51,7 +51,7 @@ def make_write_targets(args: Namespace) -> None:
         args: Arguments, checked by :func:`check_write_targets`.
 
     Raises:
-        ConfigError: Naming the flag and what the system says.
+        ConfigError: Naming the flag and the system's error.
     """
     for flag, shown, folder in _targets(args):
         try:
@@ -61,7 +61,7 @@ def make_write_targets(args: Namespace) -> None:
 
 
 def explain_full_disk(error: OSError, args: Namespace) -> None:
-    """Raise ConfigError if something could not be written while training for lack of room.
+    """Raise ConfigError if a write failed while training because the disk is full.
 
     A checkpoint that does not fit is explained where it is saved; this is for all else, such as the
     metrics file or the log.
@@ -74,13 +74,13 @@ def explain_full_disk(error: OSError, args: Namespace) -> None:
         places = ", ".join(f"{flag} {shown}" for flag, shown, _ in _targets(args))
         raise ConfigError(
             f"There is no room left for what the run writes: {error}. Free some, or give another "
-            f"place ({places or 'TMPDIR'}), and start again: the run goes on from its newest whole "
-            "checkpoint."
+            f"place ({places or 'TMPDIR'}), and start again: the run continues from its newest "
+            "complete checkpoint."
         ) from error
 
 
 def _targets(args: Namespace) -> Iterator[tuple[str, Path, Path]]:
-    """Yield each flag that names a place, the place, and the folder that must be there."""
+    """Yield each flag that names a place, the place, and the folder that it needs."""
     folders = {
         "--switch-run-dir": args.switch_run_dir,
         "--save": args.save,
@@ -98,17 +98,17 @@ def _check_wandb(args: Namespace) -> None:
     """Refuse a W&B run that cannot be opened when training starts."""
     if not args.wandb_project:
         return
-    asked = f"--wandb-project {args.wandb_project}"
+    flag = f"--wandb-project {args.wandb_project}"
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"{asked} needs the package wandb, which is not installed. Install it (pip install "
+            f"{flag} needs the package wandb, which is not installed. Install it (pip install "
             "wandb), or leave the flag out."
         )
     if not args.wandb_exp_name:
-        raise ConfigError(f"{asked} needs a name for this run. Add --wandb-exp-name.")
+        raise ConfigError(f"{flag} needs a name for this run. Add --wandb-exp-name.")
     if not (args.wandb_save_dir or args.save):
         raise ConfigError(
-            f"{asked} needs a folder for what W&B keeps here. Add --wandb-save-dir, --save or "
+            f"{flag} needs a folder for what W&B keeps here. Add --wandb-save-dir, --save or "
             "--switch-run-dir."
         )
 
@@ -122,5 +122,5 @@ def _nearest_existing(folder: Path) -> Path:
 def _refusal(flag: str, shown: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"Nothing can be written to {flag} {shown}: {error.strerror or error}. "
-        "Give a place that can be written, with room for what the run leaves there."
+        "Give a place that can be written and has free space."
     )

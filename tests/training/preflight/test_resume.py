@@ -128,7 +128,7 @@ def test_a_run_at_its_end_is_finished_and_says_how_to_go_on(finished_run):
     assert finished.ends_here
     assert finished.text == (
         f"This run is finished: {finished_run} is at iteration 20 of 20 (--train-iters), so "
-        "nothing was done. To go on, raise --train-iters together with "
+        "nothing was done. To continue, raise --train-iters together with "
         "--override-opt_param-scheduler; to evaluate it again, add --skip-train."
     )
 
@@ -185,7 +185,7 @@ def test_nothing_is_evaluated_or_written_again(data, tmp_path, ranks):
     again = trained(flags, ranks=ranks)
     assert again.screen == (
         f"This run is finished: {folder / 'checkpoints'} is at iteration {LAST} of {LAST} "
-        "(--train-iters), so nothing was done. To go on, raise --train-iters together with "
+        "(--train-iters), so nothing was done. To continue, raise --train-iters together with "
         "--override-opt_param-scheduler; to evaluate it again, add --skip-train.\n"
     )
     assert contents(folder) == before

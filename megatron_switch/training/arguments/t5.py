@@ -1,13 +1,12 @@
-"""What ``--switch-arch t5`` makes of the command line.
+"""Defaults and checks of the flags of an encoder-decoder (``--switch-arch t5``).
 
 Sizes. ``--num-layers`` is the depth of both stacks; ``--encoder-num-layers`` and
 ``--decoder-num-layers`` set them apart. ``--seq-length`` (or ``--encoder-seq-length``) is the
 encoder's length, ``--decoder-seq-length`` the decoder's. Megatron keeps the encoder's under
 ``num_layers`` and ``seq_length``, and so do we.
 
-Data. Paths that end in ``.jsonl`` are pairs of texts; all others are prepared text, for span
-corruption. Then ``--decoder-seq-length`` has a default: what the targets take, rounded up to a
-multiple of 16, so that tensor-parallel ranks can share it.
+Data. With span corruption ``--decoder-seq-length`` has a default: what the targets take, rounded up
+to a multiple of 16, so that tensor-parallel ranks can share it. Pairs of texts need it.
 
 Defaults become T5's (RMSNorm, no biases, no positions but the relative attention bias, embedding
 drawn with deviation 1). Where that is what T5 *is*, another explicit value is refused.
@@ -18,10 +17,10 @@ from argparse import Namespace
 from megatron_switch.architecture.layer_pattern import stacks_of
 from megatron_switch.architecture.model import T5_ARGUMENTS
 from megatron_switch.data.span_corruption import plan_spans
-from megatron_switch.data.text_to_text import SUFFIX
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.flags.argv import flag_name
 from megatron_switch.models.t5_layers import PIPELINE_REFUSAL
+from megatron_switch.training.arguments.data_flags import check_pair_paths, reads_pairs
 from megatron_switch.training.arguments.parser import CommandLine
 
 _DEFAULTS: dict[str, object] = {
@@ -99,29 +98,13 @@ def check_t5(args: Namespace) -> None:
             )
     if args.num_experts:
         stacks_of(args)
-    _check_paths(args)
+    check_pair_paths(args)
     length, size = args.decoder_seq_length, args.tensor_model_parallel_size
     if args.sequence_parallel and length % size:
         raise LayoutError(
             f"Sequence parallelism shares the decoder's positions evenly, but --decoder-seq-length "
             f"{length} is no multiple of --tensor-model-parallel-size {size}. Change either."
         )
-
-
-def is_pairs(path: str) -> bool:
-    """Whether a data path names pairs of texts."""
-    return path.endswith(SUFFIX)
-
-
-def data_paths(args: Namespace) -> list[str]:
-    """Return all that the data flags name, weights included."""
-    named = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
-    return [word for words in named for word in words or []]
-
-
-def reads_pairs(args: Namespace) -> bool:
-    """Whether the data flags name pairs of texts."""
-    return any(map(is_pairs, data_paths(args)))
 
 
 def _fill_depths(args: Namespace) -> None:
@@ -162,15 +145,3 @@ def _fill_lengths(args: Namespace) -> None:
         args.decoder_seq_length = -(-plan.target // _DECODER_MULTIPLE) * _DECODER_MULTIPLE
     if args.max_position_embeddings is None:  # there is no table of positions
         args.max_position_embeddings = max(args.seq_length, args.decoder_seq_length)
-
-
-def _check_paths(args: Namespace) -> None:
-    if not reads_pairs(args):
-        return
-    others = [path for path in data_paths(args) if not is_pairs(path)]
-    if others:
-        raise ConfigError(
-            f"Files of pairs stand alone: {', '.join(others)} is no {SUFFIX} file. Give files of "
-            "one kind, without weights; a pair that shall be seen more often stands in the file "
-            "more often."
-        )

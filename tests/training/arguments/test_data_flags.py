@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_switch.errors import DataError
-from megatron_switch.training.arguments.named_data import named_data
+from megatron_switch.training.arguments.data_flags import data_entries
 from megatron_switch.training.preflight.data import check_data_flags
 
 
@@ -13,21 +13,21 @@ def test_flags_and_files_give_the_same_words(sparse_line, tmp_path):
     words = tmp_path / "list.txt"
     words.write_text("0.3 a\n0.7 b\n")
     expected = {"data_path": ["0.3", "a", "0.7", "b"]}
-    assert named_data(sparse_line("--data-path 0.3 a 0.7 b").args) == expected
-    assert named_data(sparse_line(f"--data-args-path {words}").args) == expected
+    assert data_entries(sparse_line("--data-path 0.3 a 0.7 b").args) == expected
+    assert data_entries(sparse_line(f"--data-args-path {words}").args) == expected
 
 
 def test_splits_are_lists_texts_or_nothing(sparse_line, tmp_path):
     lists = tmp_path / "lists.json"
     lists.write_text(json.dumps({"train": ["0.5", "a", "0.5", "b"], "valid": "c d", "test": None}))
-    assert named_data(sparse_line(f"--per-split-data-args-path {lists}").args) == {
+    assert data_entries(sparse_line(f"--per-split-data-args-path {lists}").args) == {
         "train_data_path": ["0.5", "a", "0.5", "b"],
         "valid_data_path": ["c", "d"],
     }
 
 
 def test_no_data_are_no_words(sparse_line):
-    assert named_data(sparse_line("--mock-data").args) == {}
+    assert data_entries(sparse_line("--mock-data").args) == {}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_file_that_is_no_list_is_refused(sparse_line, tmp_path, flag, content,
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        named_data(sparse_line(f"{flag} {path}").args)
+        data_entries(sparse_line(f"{flag} {path}").args)
 
 
 def test_what_a_list_names_is_checked_like_a_flags_words(sparse_line, tmp_path):

@@ -7,9 +7,10 @@ from megatron_switch.architecture.model import Architecture
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError, LayoutError
 from megatron_switch.flags.known_flags import flags_without_effect
+from megatron_switch.training.arguments.data_flags import reads_pairs
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
-from megatron_switch.training.arguments.t5_arguments import check_t5, reads_pairs
+from megatron_switch.training.arguments.t5 import check_t5
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch
 from megatron_switch.training.preflight.flags import failed_conditions
 
