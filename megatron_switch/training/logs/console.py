@@ -1,10 +1,10 @@
-"""What reaches the screen: the lines one reads, and not the eight hundred one does not.
+"""What reaches the screen: everything but Megatron's eight hundred lines of arguments and set-up.
 
-Megatron prints its whole argument list, its set-up and every warning of every library. Inside
-:class:`Console` the screen shows progress, evaluation and checkpoint lines and what this package
-says; everything goes to a log file, one a rank. A sound run produces half a dozen warnings that
-need no action (:mod:`megatron_switch.training.logs.known_warnings`): the log explains each below
-the first of its kind, and the screen has one line that says so.
+Inside :class:`Console` all output goes to a log file, one a rank. The screen leaves out what is
+known to need no reading (:data:`_HIDDEN`, warnings and log records of libraries), so that a line
+that nobody foresaw is seen. A sound run produces half a dozen warnings that need no action
+(:mod:`megatron_switch.training.logs.known_warnings`): the log explains each below the first of its
+kind, and the screen has one line that says so.
 
 The log lives in a temporary file, which stays only if the run fails. With a run folder it moves
 there once the run is sure to start, so that a refused one leaves no trace.
@@ -26,13 +26,29 @@ from typing import Any, TextIO
 from megatron_switch.errors import SwitchError
 from megatron_switch.training.logs.known_warnings import find_known_warning
 
-_SHOWN = re.compile(
-    r"^\s*(\[[^\]]*\]\s+)?"  # a time
-    r"(iteration\s+\d|validation\S* loss at|(validation|test) routing at|"
-    r"saving checkpoint|successfully saved|loading (distributed )?checkpoint|successfully loaded|"
-    r"could not find .* checkpoint|exiting program)"
-    r"|^\[exiting program"
+_ARGUMENTS_BEGIN, _ARGUMENTS_END = "--- arguments ---", "--- end of arguments ---"
+_HIDDEN = re.compile(
+    "|".join(
+        (
+            r"\s*$",
+            r"-+\s*$",
+            r"\s*>+ (?!WARNING)",  # steps of the set-up
+            r"\[(before|after) .*\] datetime:",
+            r"\[Rank \d+\] .* memory \(MB\)",
+            r".*time across ranks \(ms\):|    \S+ \.+: \(|  +rank +\d+: [\d.]+$",  # timers
+            r"(Total n|N)umber of .* in billions|Theoretical memory|Activation memory",
+            r"Memory penalty|Number of in-flight|compute_activation_memory",
+            r"    (train|validation|test): +\w+$",
+            r"using world size|using torch\.\w+ for parameters|setting global batch size",
+            r"Number of virtual stages|accumulate and all-reduce|init_persistent_async_worker",
+            r"(model parallel|torch distributed) is already initialized|time to initialize",
+            r"done with setup|training \.\.\.$|Evaluating (on|iter)",
+            r"Storing distributed optimizer| checkpoint version|sharded_state_dict metadata",
+            r".*[Rr]erun[_ ]state",
+        )
+    )
 )
+"""Beginnings of lines that Megatron prints in every sound run."""
 
 
 class Console:
@@ -150,22 +166,30 @@ class _Handler(logging.Handler):
 
 
 class _Splitter:
-    """A text stream that notes each complete line, and shows the ones to be read."""
+    """A text stream that notes each complete line, and shows it unless it is known noise."""
 
     def __init__(self, screen: TextIO, note: Callable[[str], None]) -> None:
         self._screen = screen
         self._note = note
         self._pending = ""
+        self._in_arguments = False
 
     def write(self, text: str) -> int:
         self._pending += text
         *lines, self._pending = self._pending.split("\n")
         for line in lines:
             self._note(line)
-            if _SHOWN.match(line):
+            if not self._is_hidden(line):
                 self._screen.write(line + "\n")
                 self._screen.flush()
         return len(text)
+
+    def _is_hidden(self, line: str) -> bool:
+        if _ARGUMENTS_BEGIN in line or _ARGUMENTS_END in line:
+            self._in_arguments = _ARGUMENTS_BEGIN in line
+            return True
+        known = _HIDDEN.match(line) is not None or find_known_warning(line) is not None
+        return self._in_arguments or known
 
     def close(self) -> None:
         """Write what was printed without an end of line."""
