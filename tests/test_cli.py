@@ -30,7 +30,7 @@ def test_help_lists_every_command(capsys):
         assert f"  {name:<16}{command.summary}" in text
 
 
-def test_version(capsys):
+def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"megatron-switch {__version__}\n"

@@ -47,18 +47,49 @@ def test_defaults_are_those_of_the_page(choice, default):
     assert re.search(default, RULES[choice])
 
 
-def test_the_default_recipe_is_the_column_named_here():
-    recipe = RECIPES["switch"]
-    assert (recipe["moe_expert_capacity_factor"], recipe["switch_eval_capacity_factor"]) == (
-        1.25,
-        2,
+RECIPE_OF = {
+    "Mesh-TensorFlow": "mesh",
+    "Flaxformer": "flaxformer",
+    "Hugging Face 5.18 and later": "hf",
+    "Megatron-Core 0.19.2": "megatron",
+    "here": "switch",
+}
+"""Recipe by the heading of its system's column."""
+
+
+def column_of(system: str) -> dict[str, str]:
+    """Return a system's cells in the table of systems, by row."""
+    lines = PAGE.split("## Against other systems")[1].splitlines()
+    heading, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")
     )
-    assert (recipe["moe_aux_loss_coeff"], recipe["moe_z_loss_coeff"]) == (0.01, 0.0)
-    assert recipe["moe_input_jitter_eps"] is None
-    plain = SwitchConfig()
-    assert (plain.capacity_rounding, plain.min_capacity, plain.init_scale) == ("floor", 4, "0.1")
-    assert (plain.capacity_group, plain.drop_order) == ("microbatch", "first_come")
-    assert plain.nonfinite == "raise"
+    return {row[0]: row[heading.index(system)] for row in rows}
+
+
+@pytest.mark.parametrize("system", RECIPE_OF)
+def test_a_recipe_is_its_systems_column(system):
+    cells, recipe = column_of(system), RECIPES[RECIPE_OF[system]]
+    train, evaluation = recipe["moe_expert_capacity_factor"], recipe["switch_eval_capacity_factor"]
+    if recipe["switch_capacity"] is not None:
+        factors = f"{recipe['switch_capacity']} slots in both"
+    else:
+        factors = "one for both, off" if train < 0 else f"{train} / {evaluation}"
+        rounding = recipe["switch_capacity_rounding"]
+        assert cells["rounding"] == {"round": "half to even"}.get(rounding, rounding)
+        assert int(cells["least capacity"] or 0) == recipe["switch_min_capacity"]
+    assert cells["train / evaluation factor"] == factors
+    order = {"first_come": "first", "probability": "highest probability"}
+    assert cells["who keeps a slot"].startswith(order[recipe["switch_drop_order"]])
+    assert (cells["group"] == "one sequence") == (recipe["switch_capacity_group"] == "sequence")
+    balance, z_loss = recipe["moe_aux_loss_coeff"], recipe["moe_z_loss_coeff"]
+    assert cells["balancing loss, coefficient"].endswith(f", {balance or 'off'}")
+    assert cells["router z-loss"] == str(z_loss or "off")
+
+
+def test_the_plain_settings_are_those_of_the_default_recipe():
+    plain, recipe = SwitchConfig(), RECIPES["switch"]
+    for name in ("capacity_rounding", "min_capacity", "init_scale", "capacity_group", "drop_order"):
+        assert getattr(plain, name) == recipe[FLAG_PREFIX + name], name
 
 
 def test_every_choice_of_a_setting_is_explained():

@@ -35,7 +35,7 @@ def test_hidden_names_other_formats_and_the_output_are_passed_over(folder):
     assert names(corpus, folder) == ["a.txt", "b/c.md", "b/d.py"]
 
 
-def test_no_input():
+def test_without_input_there_is_nothing_to_prepare():
     with pytest.raises(ConfigError, match=r"no text to prepare: name files .* give --stdlib"):
         find_corpus([])
 

@@ -45,7 +45,7 @@ def test_json_and_back():
     assert from_json(fields) == PREPARED
 
 
-def test_the_summary():
+def test_the_summary_counts_and_ends_with_training_flags():
     assert summary(PREPARED) == SUMMARY
 
 

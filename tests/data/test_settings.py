@@ -20,14 +20,14 @@ def settings(parse):
     return lambda *words: Settings.from_arguments(parse("--output", "out", *words))
 
 
-def test_defaults(settings):
+def test_a_sentencepiece_model_is_trained_by_default(settings):
     found = settings()
     assert found.how == Reading("text", None, False)
     assert found.trained == SentencePieceSettings(32_000, "bpe", 16 * 2**20)
     assert found.workers >= 1
 
 
-def test_everything_given(settings):
+def test_given_flags_win_over_defaults(settings):
     found = settings(
         *("--text-key", "body", "--document-separator", r"\n\n", "--skip-bad-input"),
         *("--vocab-size", 500, "--sentencepiece-algorithm", "unigram", "--workers", 3),

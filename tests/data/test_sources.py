@@ -31,7 +31,7 @@ def test_names_say_format_and_compression(name, kind):
 
 
 @pytest.mark.parametrize("opener", [open, gzip.open, zstd.open])
-def test_reading_decompresses(tmp_path, opener):
+def test_what_is_read_is_decompressed(tmp_path, opener):
     suffix = {open: "", gzip.open: ".gz", zstd.open: ".zst"}[opener]
     path = tmp_path / f"a.txt{suffix}"
     with opener(path, "wb") as stream:

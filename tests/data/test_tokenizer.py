@@ -66,7 +66,7 @@ def tiktoken_file(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer"])
-def test_sentencepiece(flags, sentencepiece_model, kind):
+def test_a_sentencepiece_model_brings_text_back(flags, sentencepiece_model, kind):
     tokenizer = build_tokenizer(
         flags("--tokenizer-type", kind, "--tokenizer-model", sentencepiece_model)
     )
@@ -74,7 +74,7 @@ def test_sentencepiece(flags, sentencepiece_model, kind):
     assert tokenizer.built.detokenize(tokenizer.built.tokenize(TEXT)) == TEXT
 
 
-def test_hugging_face(flags, hugging_face_folder):
+def test_a_hugging_face_tokenizer_ends_texts_unless_a_flag_says_no(flags, hugging_face_folder):
     words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", hugging_face_folder]
     tokenizer = build_tokenizer(flags(*words))
     assert tokenizer.vocab_size == 280
@@ -85,7 +85,7 @@ def test_hugging_face(flags, hugging_face_folder):
     assert bare.built.tokenize(TEXT) == ids[:-1]
 
 
-def test_tiktoken(flags, tiktoken_file):
+def test_a_tiktoken_vocabulary_brings_text_back(flags, tiktoken_file):
     tokenizer = build_tokenizer(
         flags(
             *("--tokenizer-type", "TikTokenizer", "--tokenizer-model", tiktoken_file),
@@ -96,7 +96,7 @@ def test_tiktoken(flags, tiktoken_file):
     assert tokenizer.built.detokenize(tokenizer.built.tokenize(TEXT)) == TEXT
 
 
-def test_null(flags):
+def test_the_null_tokenizer_reads_numbers(flags):
     tokenizer = build_tokenizer(
         flags("--tokenizer-type", "NullTokenizer", "--vocab-size", 64, "--null-tokenizer-eod-id", 5)
     )

@@ -65,12 +65,7 @@ def test_dense_layouts_agree(num_ranks, layout, one_rank, tmp_path):
             f"{TP2} {EP2} --expert-tensor-parallel-size 1 {PP2} {DISTRIBUTED_OPTIMIZER}",
             id="tp2-ep2-pp2-distributed-optimizer",
         ),
-        pytest.param(
-            4,
-            f"{TP2} {EP2} --expert-tensor-parallel-size 2",
-            id="tp2-ep2-etp2",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(4, f"{TP2} {EP2} --expert-tensor-parallel-size 2", id="tp2-ep2-etp2"),
         pytest.param(
             2,
             f"{EP2} --recompute-granularity selective --recompute-modules moe core_attn",

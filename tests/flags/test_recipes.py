@@ -1,15 +1,18 @@
 """A recipe is the named system's values, and with them the system's capacity, drops and losses.
 
-The rows are what the systems' own code does, run on ten tokens that want four experts; expert 0 is
-wanted by tokens 0, 1, 3, 4 and 7. What of a system no flag expresses stands in ``recipes.py``.
+Numbers are compared with the papers and with the libraries' own defaults, and with the column of
+docs/semantics.md (``tests/test_semantics_doc.py``). Drops are those of the systems' own code, run
+on ten tokens that want four experts; expert 0 is wanted by tokens 0, 1, 3, 4 and 7.
 """
 
 import json
-from fractions import Fraction
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
+from transformers import SwitchTransformersConfig
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.flags.recipes import RECIPES
@@ -21,28 +24,12 @@ from megatron_switch.moe.routing import route, router_probabilities
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "switch_routing.json").read_text())
 NUM_TOKENS, NUM_EXPERTS = len(GOLDEN["input"]["assign"]), GOLDEN["input"]["E"]
 
-COLUMNS = (
-    "moe_expert_capacity_factor",
-    "switch_eval_capacity_factor",
-    "switch_capacity",
-    "switch_min_capacity",
-    "switch_capacity_rounding",
-    "switch_capacity_group",
-    "switch_drop_order",
-    "switch_init_scale",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-)
-BATCH, SEQUENCE, FIRST, BEST = "microbatch", "sequence", "first_come", "probability"
-ROWS = {
-    "switch": (1.25, 2.0, None, 4, "floor", BATCH, FIRST, "0.1", 1e-2, 0.0, None),
-    "mesh": (1.25, 2.0, None, 4, "floor", BATCH, FIRST, "1.0", 1e-2, 0.0, 1e-2),
-    "flaxformer": (1.25, 2.0, None, 4, "round", BATCH, FIRST, "0.1", 1e-2, 0.0, None),
-    "hf": (1.25, 2.0, 64, 4, "floor", SEQUENCE, FIRST, "1.0", 1e-3, 1e-3, 1e-2),
-    "st-moe": (1.25, 2.0, None, 4, "floor", BATCH, FIRST, "0.1", 1e-2, 1e-3, None),
-    "megatron": (-1.0, -1.0, None, 0, "ceil", BATCH, BEST, "megatron", 0.0, 0.0, None),
-}
+FACTOR, EVAL_FACTOR = "moe_expert_capacity_factor", "switch_eval_capacity_factor"
+CAPACITY, LEAST = "switch_capacity", "switch_min_capacity"
+GROUP, ORDER = "switch_capacity_group", "switch_drop_order"
+SEQUENCE, FIRST, BEST = "sequence", "first_come", "probability"
+BALANCE, Z_LOSS, JITTER = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"
+SCALE = "switch_init_scale"
 
 
 def test_recipes_cannot_be_changed_by_accident():
@@ -52,9 +39,44 @@ def test_recipes_cannot_be_changed_by_accident():
         RECIPES["mine"] = {}  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_has_the_systems_values(name):
-    assert RECIPES[name] == dict(zip(COLUMNS, ROWS[name], strict=True))
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        # Fedus, Zoph and Shazeer, arXiv:2101.03961
+        ("switch", BALANCE, 1e-2),  # section 2.2, below equation (6): alpha
+        ("switch", SCALE, "0.1"),  # section 2.4: the usual scale 1.0, reduced by a factor of 10
+        ("mesh", SCALE, "1.0"),  # table 3: the default that it is compared with
+        # Zoph et al., arXiv:2202.08906
+        ("st-moe", Z_LOSS, 1e-3),  # c_z of the router z-loss
+        ("st-moe", BALANCE, 1e-2),  # c_B of the balancing loss
+    ],
+)
+def test_a_recipe_has_the_papers_number(name, setting, value):
+    assert RECIPES[name][setting] == value
+
+
+def test_the_recipe_of_hugging_face_is_their_configuration():
+    theirs, ours = SwitchTransformersConfig(), RECIPES["hf"]
+    assert ours[CAPACITY] == theirs.expert_capacity
+    assert ours[JITTER] == theirs.router_jitter_noise
+    assert ours[BALANCE] == theirs.router_aux_loss_coef
+    assert ours[Z_LOSS] == theirs.router_z_loss_coef
+    assert float(ours[SCALE]) == theirs.initializer_factor
+
+
+def test_the_recipe_of_megatron_is_its_configuration():
+    theirs = {field.name: field.default for field in fields(TransformerConfig)}
+    ours = RECIPES["megatron"]
+    assert theirs["moe_expert_capacity_factor"] is None
+    assert max(ours[FACTOR], ours[EVAL_FACTOR]) < 0  # no limit
+    assert ours[BALANCE] == theirs["moe_aux_loss_coeff"]
+    assert ours[Z_LOSS] == (theirs["moe_z_loss_coeff"] or 0)
+    assert ours[JITTER] == theirs["moe_input_jitter_eps"]
+    assert (ours[ORDER], theirs["moe_token_drop_policy"]) == (BEST, "probs")
+
+
+def test_every_recipe_sets_the_same_flags():
+    assert {frozenset(recipe) for recipe in RECIPES.values()} == {frozenset(RECIPES["switch"])}
 
 
 def golden_logits_TE():
@@ -62,9 +84,6 @@ def golden_logits_TE():
     probs_TE = ((1 - gate_T) / (NUM_EXPERTS - 1)).unsqueeze(1).repeat(1, NUM_EXPERTS)
     probs_TE[torch.arange(NUM_TOKENS), GOLDEN["input"]["assign"]] = gate_T
     return probs_TE.log() + 0.1 * torch.arange(NUM_TOKENS).unsqueeze(1)
-
-
-FACTOR, LEAST, CAPACITY, ORDER = COLUMNS[0], COLUMNS[3], COLUMNS[2], COLUMNS[6]
 
 
 @pytest.mark.parametrize(
@@ -98,20 +117,18 @@ FACTOR, LEAST, CAPACITY, ORDER = COLUMNS[0], COLUMNS[3], COLUMNS[2], COLUMNS[6]
 def test_a_recipe_drops_what_its_system_drops(name, changes, sequences, slots, dropped, balance):
     recipe = {**RECIPES[name], **changes}
     group_T = None
-    if recipe["switch_capacity_group"] == SEQUENCE:
+    if recipe[GROUP] == SEQUENCE:
         group_T = torch.arange(NUM_TOKENS) * sequences // NUM_TOKENS
-    capacity = recipe["switch_capacity"] or expert_capacity(
+    capacity = recipe[CAPACITY] or expert_capacity(
         NUM_TOKENS,
         NUM_EXPERTS,
-        recipe["moe_expert_capacity_factor"],
-        min_capacity=recipe["switch_min_capacity"],
+        recipe[FACTOR],
+        min_capacity=recipe[LEAST],
         rounding=recipe["switch_capacity_rounding"],
     )
     assert capacity == slots
     logits_TE = golden_logits_TE()
-    routing = route(
-        logits_TE, capacity=capacity, group_T=group_T, order=recipe["switch_drop_order"]
-    )
+    routing = route(logits_TE, capacity=capacity, group_T=group_T, order=recipe[ORDER])
     assert (~routing.kept_T).nonzero().flatten().tolist() == dropped
     probs_TE = router_probabilities(logits_TE).probs_TE
     loss = load_balancing_loss(probs_TE, routing.expert_T, group_T=group_T)
@@ -121,27 +138,26 @@ def test_a_recipe_drops_what_its_system_drops(name, changes, sequences, slots, d
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_default_capacity_is_the_systems(name):
-    """Of 1000 tokens and 7 experts: 178.57 slots in training, 285.71 in evaluation."""
+    """Of 1000 tokens and 7 experts: 178.57 slots in training, 285.71 in evaluation, not exact."""
     recipe = RECIPES[name]
 
     def slots(factor):
-        return recipe["switch_capacity"] or expert_capacity(
+        return recipe[CAPACITY] or expert_capacity(
             1000,
             7,
             factor,
-            min_capacity=recipe["switch_min_capacity"],
+            min_capacity=recipe[LEAST],
             rounding=recipe["switch_capacity_rounding"],
         )
 
-    actual = tuple(map(slots, (recipe[FACTOR], recipe["switch_eval_capacity_factor"])))
+    actual = tuple(map(slots, (recipe[FACTOR], recipe[EVAL_FACTOR])))
     special = {"flaxformer": (179, 286), "hf": (64, 64), "megatron": (1000, 1000)}
     assert actual == special.get(name, (178, 285))
-    assert Fraction("1.25") * 1000 / 7 == Fraction(1250, 7)  # nothing here is exact by chance
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_initial_weights_have_the_systems_scale(name):
-    scale = SwitchConfig(init_scale=RECIPES[name]["switch_init_scale"]).init_scale_value()
+    scale = SwitchConfig(init_scale=RECIPES[name][SCALE]).init_scale_value()
     weight = torch.empty(64, 400)
     init_expert_weight_(
         weight,

@@ -131,7 +131,7 @@ def test_deepspeeds_defaults_are_written_out(tmp_path):
         (3, {"--use-distributed-optimizer", "--use-megatron-fsdp", "optim_grads_params"}),
     ],
 )
-def test_zero_stages(tmp_path, stage, flags):
+def test_each_zero_stage_has_its_optimizer_sharding(tmp_path, stage, flags):
     found = translate(tmp_path, {"zero_optimization": {"stage": stage, "overlap_comm": False}})
     words = set(found.argv)
     kinds = {"--use-distributed-optimizer", "--use-megatron-fsdp", "optim_grads"}
@@ -139,7 +139,7 @@ def test_zero_stages(tmp_path, stage, flags):
     assert ("--overlap-grad-reduce" in words) is False
 
 
-def test_offload(tmp_path):
+def test_an_offloaded_optimizer_goes_to_the_host(tmp_path):
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     zero["offload_param"] = {"device": "nvme"}
     found = translate(tmp_path, {"zero_optimization": zero})
@@ -152,7 +152,7 @@ def test_offload(tmp_path):
     assert "--optimizer-cpu-offload" not in translate(tmp_path, none).flags
 
 
-def test_loss_scale(tmp_path):
+def test_a_loss_scale_is_dynamic_or_static(tmp_path):
     dynamic = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500}
     found = translate(tmp_path, {"fp16": dynamic})
     assert found.flags["--initial-loss-scale"] == "4096"

@@ -23,7 +23,7 @@ from megatron_switch.moe.capacity import expert_capacity
         (8, 8, 1, 1, 1, 1),
     ],
 )
-def test_roundings(tokens, experts, factor, floor, half_even, ceil):
+def test_slots_are_rounded_exactly(tokens, experts, factor, floor, half_even, ceil):
     results = [
         expert_capacity(tokens, experts, factor, min_capacity=0, rounding=rounding)
         for rounding in ("floor", "round", "ceil")
@@ -46,7 +46,7 @@ def test_the_default_is_mesh_tensorflow():
         (0, 1.25, 4, 4),
     ],
 )
-def test_clamps(tokens, factor, min_capacity, expected):
+def test_slots_lie_between_least_capacity_and_tokens(tokens, factor, min_capacity, expected):
     assert expert_capacity(tokens, 4, factor, min_capacity=min_capacity) == expected
 
 

@@ -117,5 +117,5 @@ def _check_alone(rank):
     ("check", "world_size"),
     [(_check_exchange, 3), (_check_in_flight, 2), (_check_gather, 3), (_check_alone, 1)],
 )
-def test_collectives(check, world_size):
+def test_ranks_exchange_rows_as_planned(check, world_size):
     run_ranks(check, world_size)

@@ -43,7 +43,7 @@ def dropped(routing, padding_T):
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_cases(logits_TE, case, dtype):
+def test_the_golden_tokens_are_dropped(logits_TE, case, dtype):
     logits_TE = logits_TE.to(dtype)
     group_T = None if case["groups"] is None else torch.tensor(case["groups"])
     padding_T = rows(case["padding"])
@@ -76,7 +76,7 @@ def test_choices_probabilities_and_losses(logits_TE):
 
 
 @pytest.mark.parametrize("activation", [torch.relu, lambda hidden: hidden])
-def test_layer_output(logits_TE, activation):
+def test_the_layer_has_the_golden_row_sums(logits_TE, activation):
     # Expert e maps x to (e + 1) * x: through relu, as relu(x) - relu(-x).
     eye = torch.eye(NUM_EXPERTS, dtype=torch.float64)
     if activation is torch.relu:
@@ -136,7 +136,7 @@ def _check_order(rank, logits_TE, dispatch):
 
 
 @pytest.mark.parametrize("row", GOLDEN["capacity_table"]["rows"])
-def test_capacity_table(row):
+def test_the_golden_capacities_are_met(row):
     tokens, experts, factor, *expected = row
     results = [
         expert_capacity(tokens, experts, factor, min_capacity=1, rounding=rounding)

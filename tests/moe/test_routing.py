@@ -56,7 +56,7 @@ def test_order_by_probability_prefers_larger_gates_then_earlier_tokens():
 
 
 @pytest.mark.parametrize("order", ["first_come", "probability"])
-def test_no_tokens(order):
+def test_no_tokens_take_no_slots(order):
     routing = route(
         torch.zeros(0, 4),
         capacity=3,

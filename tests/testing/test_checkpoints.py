@@ -54,7 +54,7 @@ def test_not_a_number_is_never_equal():
     assert [each.key for each in compare_tensors(FIRST, second, tolerance=1.0)] == ["a"]
 
 
-def test_two_checkpoints(tmp_path):
+def test_two_checkpoints_differ_by_key_and_distance(tmp_path):
     first = save_checkpoint(tmp_path / "first", 1, FIRST, {})
     second = save_checkpoint(tmp_path / "second", 1, {**FIRST, "a": FIRST["a"] * 2}, {})
     assert compare_checkpoints(first, first) == []

@@ -92,7 +92,7 @@ def ranks(number):
         ),
     ],
 )
-def test_one_rank(flags, message):
+def test_a_mistake_is_refused_on_one_rank(flags, message):
     refused(flags, message)
 
 
@@ -113,7 +113,7 @@ def test_one_rank(flags, message):
         ),
     ],
 )
-def test_layout(number, flags, message):
+def test_a_layout_that_cannot_be_is_refused(number, flags, message):
     refused(f"{SPARSE} {MOCK} {flags}", message, environ=ranks(number))
 
 
@@ -129,7 +129,7 @@ def test_layout(number, flags, message):
         ("auto", {"SLURM_GPUS": "8"}, r"present or promised \(SLURM_GPUS=8\)"),
     ],
 )
-def test_device(monkeypatch, device, environ, message):
+def test_a_device_that_cannot_be_used_is_refused(monkeypatch, device, environ, message):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -149,7 +149,7 @@ def damaged(data, tmp_path):
     ("suffix", "message"),
     [(".bin", r"corpus\.bin is truncated"), (".idx", r"corpus\.idx is damaged: it is truncated")],
 )
-def test_truncated_data(damaged, suffix, message):
+def test_truncated_data_are_refused(damaged, suffix, message):
     path = Path(f"{damaged}{suffix}")
     path.write_bytes(path.read_bytes()[:-100])
     refused(f"{SPARSE} --data-path {damaged} --split 1,0,0", message)

@@ -71,7 +71,7 @@ def test_a_dense_model_has_no_pattern(dense_line):
     assert line.args.moe_layer_freq == 1
 
 
-def test_cpu(sparse_line, installed):
+def test_on_the_cpu_what_needs_a_gpu_is_off(sparse_line, installed):
     line = sparse_line()
     report = fill_defaults(line, "cpu")
     args = line.args
@@ -214,6 +214,6 @@ def test_nvidias_apex_is_known_by_its_parts(a_package_apex, part):
     assert has_apex()
 
 
-def test_no_apex(monkeypatch):
+def test_without_a_package_apex_there_is_no_apex(monkeypatch):
     monkeypatch.setattr(defaults, "find_spec", lambda name: None)
     assert not has_apex()

@@ -42,22 +42,22 @@ def line_of(text, label):
     return line.removeprefix(label).strip()
 
 
-def test_defaults(text_of, sparse_line):
-    text = text_of(sparse_line())
-    assert line_of(text, "model") == "4 layers (sparse 2, 4; dense 1, 3), width 32, 4 experts"
-    assert line_of(text, "routing") == (
-        "top-1, recipe switch; capacity factor 1.25 training, 2.0 evaluation, floor, at least 4, "
-        "counted over each microbatch; first come; packed dispatch"
-    )
-    assert line_of(text, "losses") == (
-        "load balancing x 0.01, router z-loss x 0.0 (logged raw: balanced = 1.0); jitter 0.0; "
-        "expert dropout 0.0"
-    )
-    precision = "experts and dense layers fp32, router fp32, gradients summed in fp32"
-    assert line_of(text, "precision") == precision
-    assert line_of(text, "device") == "cpu, 1 rank, modules of plain torch (no Transformer Engine)"
-    assert line_of(text, "set to suit").startswith("--distributed-backend gloo --num-workers 0")
-    assert line_of(text, "log") == "run/log: all output"
+@pytest.mark.parametrize(
+    ("label", "values"),
+    [
+        ("model", ["4 layers", "sparse 2, 4", "dense 1, 3", "width 32", "4 experts"]),
+        ("routing", ["recipe switch", "1.25 training", "2.0 evaluation", "floor", "at least 4"]),
+        ("routing", ["microbatch", "first come", "packed dispatch"]),
+        ("losses", ["balancing x 0.01", "z-loss x 0.0", "jitter 0.0", "expert dropout 0.0"]),
+        ("precision", ["dense layers fp32", "router fp32", "gradients summed in fp32"]),
+        ("device", ["cpu", "1 rank", "plain torch"]),
+        ("set to suit", ["--distributed-backend gloo", "--num-workers 0"]),
+        ("log", ["run/log: all output"]),
+    ],
+)
+def test_a_line_shows_the_values_in_force(text_of, sparse_line, label, values):
+    line = line_of(text_of(sparse_line()), label)
+    assert [value for value in values if value not in line] == [], line
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_setting_is_shown(text_of, sparse_line, flags, words):
 
 def test_a_dense_model_has_no_routing(text_of, dense_line):
     text = text_of(dense_line())
-    assert line_of(text, "model") == "4 layers (all 4 dense), width 32"
-    assert line_of(text, "precision") == "layers fp32, gradients summed in fp32"
+    assert "all 4 dense" in line_of(text, "model")
+    assert "experts" not in line_of(text, "model") + line_of(text, "precision")
     assert "routing" not in text
     assert "No experts: every layer is dense." in text
 

@@ -28,7 +28,7 @@ def dispatch(line, device="cuda"):
         ("--switch-dispatch packed", "cuda", "packed"),
     ],
 )
-def test_dispatch(sparse_line, flags, device, expected):
+def test_dispatch_is_padded_on_gpus_that_have_a_capacity(sparse_line, flags, device, expected):
     assert dispatch(sparse_line(flags), device) == expected
 
 

@@ -1,25 +1,15 @@
-"""Which pairs each data set of a Switch-T5 gets, and what is said of them before training."""
+"""Which pairs each data set of a Switch-T5 gets."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 from megatron.core import parallel_state
+from support.number_tokenizer import NumberTokenizer
 
-from megatron_switch.errors import DataError
 from megatron_switch.training.loop import t5_batch
 from megatron_switch.training.loop.t5_batch import t5_datasets_provider
 from megatron_switch.training.preflight import data
-from megatron_switch.training.preflight.data import check_pair_files, sentinels
-
-
-class Numbers:
-    """A tokenizer whose words are their own ids."""
-
-    vocab_size, eod, pad = 200, 1, 0
-
-    def tokenize(self, text):
-        return [int(word) for word in text.split()]
 
 
 def write(path, numbers):
@@ -47,7 +37,7 @@ def arguments(monkeypatch):
         return args
 
     for module in (t5_batch, data):
-        monkeypatch.setattr(module, "get_tokenizer", Numbers)
+        monkeypatch.setattr(module, "get_tokenizer", NumberTokenizer)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     return make
 
@@ -77,25 +67,3 @@ def test_ranks_that_read_no_data_build_none(arguments, tmp_path, monkeypatch):
     arguments(data_path=[write(tmp_path / "p.jsonl", range(100, 140))], split="100,0,0")
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     assert t5_datasets_provider([9, 0, 0]) == (None, None, None)
-
-
-def test_a_split_without_pairs_is_refused(arguments, tmp_path):
-    args = arguments(data_path=[write(tmp_path / "p.jsonl", range(100, 110))], split="98,1,1")
-    with pytest.raises(
-        DataError, match=r"10 pairs, and --split 98,1,1 leaves none for valid.*test"
-    ):
-        check_pair_files(args)
-
-
-def test_what_will_be_cut_is_said_before_training(arguments, tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"input": "1 2 3 4", "target": "1"}\n{"input": "1", "target": "2"}\n')
-    (note,) = check_pair_files(arguments(train_data_path=[str(path)]))
-    assert "1 of 2 inputs are longer than --seq-length 4" in note
-
-
-def test_random_numbers_have_the_last_tokens_for_sentinels(arguments):
-    assert sentinels(arguments()) == ()
-    made = sentinels(arguments(mock_data=True))
-    assert made[:2] == (199, 198)
-    assert Numbers.eod not in made

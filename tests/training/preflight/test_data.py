@@ -1,10 +1,19 @@
 """Data that are missing, or cannot be what the flags say, are named before training."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
+from support.number_tokenizer import NumberTokenizer
 
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.training.preflight import data as data_module
-from megatron_switch.training.preflight.data import check_data, check_data_flags
+from megatron_switch.training.preflight.data import (
+    check_data,
+    check_data_flags,
+    check_pair_files,
+    sentinels,
+)
 
 
 @pytest.mark.parametrize(
@@ -129,3 +138,48 @@ def test_every_named_file_is_checked_once_by_the_first_rank(sparse_line, monkeyp
     args.rank = 1
     check_data(args)
     assert seen == ["a", "b", "c"]
+
+
+@pytest.fixture
+def pair_args(monkeypatch, tmp_path):
+    """Arguments of a Switch-T5 whose training data are a file with the given lines."""
+
+    def make(*lines, **changes):
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        values = {
+            "data_path": None,
+            "train_data_path": [str(path)],
+            "valid_data_path": None,
+            "test_data_path": None,
+            "split": None,
+            "seq_length": 4,
+            "decoder_seq_length": 4,
+            "mock_data": False,
+        }
+        return SimpleNamespace(**(values | changes))
+
+    monkeypatch.setattr(data_module, "get_tokenizer", NumberTokenizer)
+    return make
+
+
+def test_a_split_without_pairs_is_refused(pair_args):
+    args = pair_args(*[{"input": "5", "target": "7 8"}] * 10, split="98,1,1")
+    args.data_path, args.train_data_path = args.train_data_path, None
+    with pytest.raises(
+        DataError, match=r"10 pairs, and --split 98,1,1 leaves none for valid.*test"
+    ):
+        check_pair_files(args)
+
+
+def test_texts_that_will_be_cut_are_named_before_training(pair_args):
+    args = pair_args({"input": "1 2 3 4", "target": "1"}, {"input": "1", "target": "2"})
+    (note,) = check_pair_files(args)
+    assert "1 of 2 inputs are longer than --seq-length 4" in note
+
+
+def test_random_numbers_have_the_last_tokens_for_sentinels(pair_args):
+    assert sentinels(pair_args()) == ()
+    made = sentinels(pair_args(mock_data=True))
+    assert made[:2] == (199, 198)
+    assert NumberTokenizer.eod not in made

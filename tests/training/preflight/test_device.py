@@ -39,7 +39,7 @@ def _a_host_without_devices(monkeypatch, tmp_path):
         ("cpu", replace(NOTHING, num_hosts=4, gpu_signs=("SLURM_GPUS=8",)), "cpu"),
     ],
 )
-def test_device(wanted, around, chosen):
+def test_a_gpu_is_chosen_where_one_works(wanted, around, chosen):
     assert choose_device(wanted, around) == chosen
 
 

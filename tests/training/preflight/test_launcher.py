@@ -83,7 +83,7 @@ STEP = {
 NODES = {**STEP, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 
 
-def test_one_node():
+def test_ranks_of_one_node_meet_on_it():
     assert slurm_ranks(STEP) == {
         "RANK": "5",
         "LOCAL_RANK": "5",
