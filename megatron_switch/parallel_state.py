@@ -379,7 +379,7 @@ def _local_world_size() -> int:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not value.isdigit():
         raise ConfigError(
-            "Expert groups inside a node need the number of ranks on a node, but LOCAL_WORLD_SIZE "
-            f"is '{value}'. Start with torchrun or the launcher, or pass ranks_per_node."
+            "What depends on nodes needs the number of ranks on a node, but LOCAL_WORLD_SIZE is "
+            f"'{value}'. Start with torchrun or the launcher, or pass ranks_per_node."
         )
     return int(value)

@@ -91,18 +91,20 @@ class Grid:
     def offsets(self, axes: tuple[str, ...]) -> list[int]:
         """Return, ascending, the ranks whose coordinates differ from rank 0 along ``axes`` only."""
         found = [0]
-        for axis, stride in self.strides.items():
+        for axis, stride in self.strides.items():  # from small strides to large, so ascending
             if axis in axes:
                 found = [place * stride + low for place in range(self.sizes[axis]) for low in found]
         return found
 
     def group(self, axes: tuple[str, ...], rank: int) -> list[int]:
         """Return the ranks, ascending, that differ from ``rank`` along ``axes`` only."""
+        # The member whose coordinates along the axes are all 0.
         base = rank - sum(self.strides[axis] * self.coordinate(axis, rank) for axis in axes)
         return [base + offset for offset in self.offsets(axes)]
 
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
         """Return all groups along ``axes``, in the order of their first ranks."""
+        # A group is the offsets along its axes, moved by an offset along all other axes.
         others = tuple(axis for axis in self.sizes if axis not in axes)
         members = self.offsets(axes)
         return [[base + offset for offset in members] for base in self.offsets(others)]

@@ -13,14 +13,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_switch.architecture.parameters import total_parameters
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.workload import Sharding, Training
 from megatron_switch.planner.cost.state import RankState, state_bytes
 from megatron_switch.planner.layout_plan import LayoutPlan, best_plan
+from megatron_switch.planner.legal_sizes import CHOSEN_SIZES
 from megatron_switch.planner.request import PlanRequest
+from megatron_switch.planner.search import lower_bound
 
 _SHOWN = 3
 
@@ -87,24 +88,17 @@ def nearest_that_fit(
 
 
 def _by_distance(request: PlanRequest, layout: Layout) -> Iterator[Sizes]:
-    near = [
-        sizes
-        for sizes in request.legal_sizes()
-        if _least_state(request, sizes) <= request.hardware.budget
-    ]
+    bound = lower_bound(request)
+    budget = request.hardware.budget
+    near = [sizes for sizes in request.legal_sizes() if bound.least_state(sizes) <= budget]
     yield from sorted(near, key=lambda sizes: (_distance(layout, sizes), _values(sizes)))
 
 
-def _least_state(request: PlanRequest, sizes: Sizes) -> float:
-    """Return the experts' bytes on a rank with the distributed optimizer."""
-    experts = total_parameters(request.model).expert
-    return experts * (6 / (sizes.ep * sizes.etp * sizes.pp) + 12 / request.world_size)
-
-
 def _distance(here: Sizes, there: Sizes) -> float:
+    """Return how many doublings and halvings lead from ``here`` to ``there``."""
     pairs = zip(_values(here), _values(there), strict=True)
     return sum(abs(math.log2(b / a)) for a, b in pairs)
 
 
 def _values(sizes: Sizes) -> tuple[int, ...]:
-    return sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp
+    return tuple(getattr(sizes, name) for name in CHOSEN_SIZES)

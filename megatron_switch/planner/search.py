@@ -49,7 +49,7 @@ def find_plans(request: PlanRequest, *, count: int = 5) -> BestPlans:
     Raises:
         LayoutError: If no layout is legal, or none fits; the message says what would help.
     """
-    bound = _bound(request)
+    bound = lower_bound(request)
     choices = sorted(
         (bound.seconds(sizes), index, sizes) for index, sizes in enumerate(request.legal_sizes())
     )
@@ -77,7 +77,8 @@ def find_plans(request: PlanRequest, *, count: int = 5) -> BestPlans:
     return BestPlans(tuple(best), len(choices), evaluated)
 
 
-def _bound(request: PlanRequest) -> LowerBound:
+def lower_bound(request: PlanRequest) -> LowerBound:
+    """Return the lower bounds of time and memory for a request."""
     return LowerBound(
         request.model,
         request.training,
@@ -137,7 +138,7 @@ def sufficient_nodes(request: PlanRequest) -> int | None:
         more = replace(
             request, nodes=nodes, training=replace(request.training, global_batch_size=batch)
         )
-        bound = _bound(more)
+        bound = lower_bound(more)
         roomy = [
             one for one in more.legal_sizes() if bound.least_state(one) <= more.hardware.budget
         ]

@@ -129,13 +129,11 @@ class LowerBound:
 
     def least_state(self, sizes: Sizes) -> float:
         """Return the bytes of a rank's state under the greatest saving."""
-        return min(self.least_states(sizes).values())
-
-    def least_states(self, sizes: Sizes) -> dict[str, float]:
-        """Return the least bytes of a rank's state by where it is kept."""
-        return self._states(sizes, self._dense_part(sizes), self._expert_part(sizes))
+        states = self._states(sizes, self._dense_part(sizes), self._expert_part(sizes))
+        return min(states.values())
 
     def _states(self, sizes: Sizes, dense: "_Part", expert: "_Part") -> dict[str, float]:
+        """Return the least bytes of a rank's state by where it is kept."""
         kept = (self._width + self._gradient_width) * (expert.held + dense.held)
         optimizer = 12.0 if self._width == 2 else 8.0
         cut = expert.owned + dense.owned

@@ -171,6 +171,8 @@ class Traffic:
         gates = all_to_all(4.0 * rows, spread, self._hardware)
         again = self._training.recompute == "full" or self._training.recomputes("moe")
         times = self.sparse_layers * self._micro_batches
+        # Tokens go to experts and back, forward and backward; gates one way in each. What is
+        # computed again repeats the exchanges of forward.
         rounds, gate_rounds = (6, 3) if again else (4, 2)
         return Transfer(
             "all-to-all",
@@ -194,7 +196,7 @@ class Traffic:
         spread = self._hardware.spread(self._layout, "tp")
         if spread.members == 1:
             return _none("tensor", spread)
-        pairs = self._layers + self._dense
+        pairs = self._layers + self._dense  # every layer has attention, dense ones an MLP too
         rounds = 7 if self._training.recompute == "full" else 5
         calls = rounds * pairs * self._micro_batches
         whole = self._training.seq_length * self._training.micro_batch_size // self._layout.cp

@@ -55,6 +55,8 @@ def order_nodes(leaf_of: Mapping[str, str], nodes_per_block: int) -> NodeOrder:
         leaves.setdefault(leaf, []).append(node)
     ordered: list[str] = []
     rest: list[str] = []
+    # Whole blocks of each leaf first; what is left of the leaves, side by side, makes the blocks
+    # that span leaves. Full leaves come first, so that these blocks span few.
     for nodes in sorted(leaves.values(), key=len, reverse=True):
         whole = len(nodes) // nodes_per_block * nodes_per_block
         ordered += nodes[:whole]
