@@ -21,9 +21,11 @@ What a field decides beyond that is elsewhere: parameters in
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from megatron_switch.architecture.layer_pattern import Stack, stacks_of
+from megatron_switch.flags.argv import attribute_of
 from megatron_switch.utils.fields import Fields
 
 ROUTING = (
@@ -46,11 +48,19 @@ T5_ARGUMENTS: Mapping[str, Any] = {
 
 _GATED_GELU = "gated-gelu"
 
+_FLOATS = (float, float | None)
+
 Family = Literal["gpt", "t5"]
 
 
 def known_as(
-    gpt: str = "", t5: str = "", *, flag: str = "", off: str = "", own: bool = False
+    gpt: str = "",
+    t5: str = "",
+    *,
+    flag: str = "",
+    off: str = "",
+    own: bool = False,
+    **bounds: float,
 ) -> Mapping[str, Any]:
     """Return the metadata of a field: what other formats call it.
 
@@ -61,8 +71,9 @@ def known_as(
         off: The flag that turns the field off, where it is on by default.
         own: Whether only this project's own format of a decoder-only model (``switch_gpt``) has
             the key; the stock ones all compute the same.
+        **bounds: What a number has to be, as :meth:`Fields.number` takes it.
     """
-    return {"gpt": gpt, "t5": t5, "flag": flag, "off": off, "own": own}
+    return {"gpt": gpt, "t5": t5, "flag": flag, "off": off, "own": own, "bounds": bounds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +129,7 @@ class Architecture:
     """LayerNorm has a weight and a bias, RMSNorm a weight."""
     layernorm_epsilon: float = field(
         default=1e-5,
-        metadata=known_as("rms_norm_eps", "layer_norm_epsilon", flag="norm-epsilon"),
+        metadata=known_as("rms_norm_eps", "layer_norm_epsilon", flag="norm-epsilon", above=0),
     )
     qk_layernorm: bool = field(default=False, metadata=known_as("qk_norm", own=True))
     """Whether queries and keys are normalised."""
@@ -127,8 +138,10 @@ class Architecture:
     )
     max_position_embeddings: int = field(default=0, metadata=known_as("max_position_embeddings"))
     """Positions of the longest sequence."""
-    rotary_base: float = field(default=10000.0, metadata=known_as("rope_theta"))
-    rotary_percent: float = field(default=1.0, metadata=known_as("partial_rotary_factor", own=True))
+    rotary_base: float = field(default=10000.0, metadata=known_as("rope_theta", above=0))
+    rotary_percent: float = field(
+        default=1.0, metadata=known_as("partial_rotary_factor", own=True, above=0)
+    )
     rope_scaling_factor: float | None = None
     """Factor of Llama 3.1's frequency scaling; None where positions are not scaled."""
     relative_attention_num_buckets: int = field(
@@ -138,13 +151,17 @@ class Architecture:
     relative_attention_max_distance: int = field(
         default=128, metadata=known_as(t5="relative_attention_max_distance")
     )
-    hidden_dropout: float = field(default=0.1, metadata=known_as(t5="dropout_rate"))
-    moe_aux_loss_coeff: float | None = field(
-        default=None, metadata=known_as(t5="router_aux_loss_coef")
+    hidden_dropout: float = field(
+        default=0.1, metadata=known_as(t5="dropout_rate", least=0, below=1)
     )
-    moe_z_loss_coeff: float | None = field(default=None, metadata=known_as(t5="router_z_loss_coef"))
+    moe_aux_loss_coeff: float | None = field(
+        default=None, metadata=known_as(t5="router_aux_loss_coef", least=0)
+    )
+    moe_z_loss_coeff: float | None = field(
+        default=None, metadata=known_as(t5="router_z_loss_coef", least=0)
+    )
     moe_input_jitter_eps: float | None = field(
-        default=None, metadata=known_as(t5="router_jitter_noise")
+        default=None, metadata=known_as(t5="router_jitter_noise", least=0)
     )
     routing: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Those of :data:`ROUTING` that are set; a Switch model's defaults where there are none."""
@@ -227,10 +244,12 @@ class Architecture:
         values: dict[str, Any] = {}
         for each in described():
             value = getattr(args, each.name, None)
+            if value is None:  # an older Megatron calls some by their flag
+                value = getattr(args, attribute_of(flag_of(each)), None)
             if isinstance(value, list):  # a coefficient that Megatron takes one of for each kind
                 value = value[0]
             if value is not None:
-                values[each.name] = float(value) if each.type is float else value
+                values[each.name] = float(value) if each.type in _FLOATS else value
         groups = getattr(args, "num_query_groups", None) or 1
         scaled = getattr(args, "use_rope_scaling", False)
         values |= {
@@ -249,7 +268,8 @@ class Architecture:
         Args:
             lengths: Positions of encoder and decoder of a T5, in which no tensor depends on them.
         """
-        flags: dict[str, Any] = {}
+        first = self.encoder or self.decoder
+        flags: dict[str, Any] = {"num-layers": first.num_layers}
         for each in described(self.family):
             value = getattr(self, each.name)
             if each.metadata["off"]:
@@ -259,23 +279,24 @@ class Architecture:
         for name in ("activation-func", "gated-linear-unit", "num-query-groups"):
             flags.pop(name, None)  # no flags, or not by themselves
         flags |= self._gpt_flags() if self.encoder is None else self._t5_flags(lengths)
-        first = self.encoder or self.decoder
-        flags["num-layers"] = first.num_layers
         if self.num_experts:
             flags["moe-layer-freq"] = first.layer_freq
             if self.encoder is not None:
                 flags["switch-decoder-layer-freq"] = self.decoder.layer_freq
             flags |= {name.replace("_", "-"): value for name, value in self.routing.items()}
         return {
-            name: _word(value)
+            name: str(value).replace(" ", "") if isinstance(value, list) else value
             for name, value in flags.items()
             if value is not None and value is not False
         }
 
     def _gpt_flags(self) -> dict[str, Any]:
         groups, scale = self.num_query_groups, self.rope_scaling_factor
+        is_rotary, base = self.position_embedding_type == "rope", self.rotary_base
         return {
             "seq-length": self.max_position_embeddings,
+            "rotary-base": (int(base) if base.is_integer() else base) if is_rotary else None,
+            "rotary-percent": self.rotary_percent if self.rotary_percent != 1 else None,
             "group-query-attention": groups != self.num_attention_heads,
             "num-query-groups": groups if groups != self.num_attention_heads else None,
             "use-rope-scaling": scale is not None,
@@ -316,22 +337,28 @@ def flag_of(each: Field[Any]) -> str:
     return str(each.metadata["flag"] or each.name.replace("_", "-"))
 
 
-def read_field(each: Field[Any], source: Fields, key: str, default: Any = None) -> Any:
-    """Return the value of a field from flags or a configuration, ``default`` where it has none."""
+def read_field(
+    each: Field[Any], source: Fields, key: str, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """Return the value of a field from flags or from a configuration.
+
+    Args:
+        each: The field.
+        source: Where it is read.
+        key: What it is called there.
+        defaults: Values by field, where the key may be absent.
+
+    Raises:
+        SwitchError: As the source does, where there is no value, or a wrong one.
+    """
+    default = {"default": defaults[each.name]} if each.name in defaults else {}
     if each.type is bool:
-        return source.flag(key, default)
+        return source.flag(key, **default)
     if each.type is int:
-        return source.integer(key, default)
-    if each.type in (float, float | None):
-        return source.number(key, default, least=0)
-    return source.text(key, default)
-
-
-def _word(value: Any) -> Any:
-    """Return a value as a flag takes it: a list without spaces, a whole number without a point."""
-    if isinstance(value, list):
-        return str(value).replace(" ", "")
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+        return source.integer(key, **default)
+    if each.type in _FLOATS:
+        return source.number(key, **default, **each.metadata["bounds"])
+    return source.text(key, **default)
 
 
 def _activation_of(args: Namespace) -> dict[str, Any]:

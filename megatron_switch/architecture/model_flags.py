@@ -100,7 +100,7 @@ def model_from_flags(flags: Flags, *, padded: bool = True) -> Architecture:
     for each in described():
         flag = flag_of(each)
         if flag in flags and not each.metadata["off"]:
-            setattr(args, each.name, read_field(each, values, flag))
+            setattr(args, each.name, read_field(each, values, flag, {each.name: None}))
     if values.on("use-rotary-position-embeddings"):
         args.position_embedding_type = "rope"
     if args.position_embedding_type == "learned_absolute":

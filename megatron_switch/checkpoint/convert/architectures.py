@@ -1,7 +1,9 @@
-"""The architectures that can be converted: which record and which name table each one has.
+"""The architectures that can be converted: which description and which name table each one has.
 
-A ``config.json`` or Megatron's stored arguments go in; a name table, the other side's settings and
-what the user should know come out. What is not listed here is refused with the list.
+A ``config.json`` or Megatron's stored arguments go in; a description, a name table, the other
+side's settings and what the user should know come out. What the description cannot say is refused
+by name, because a setting that is passed over makes another model without a word; what is not
+listed here is refused with the list.
 """
 
 from argparse import Namespace
@@ -9,26 +11,55 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.convert.gpt_config import (
-    LAYOUTS,
-    choose_layout,
+    GPT_TYPES,
+    choose_type,
     read_gpt_config,
     write_gpt_config,
 )
-from megatron_switch.checkpoint.convert.gpt_model import gpt_flags, gpt_from_args
 from megatron_switch.checkpoint.convert.gpt_names import SWITCH_EXPERTS, gpt_table
 from megatron_switch.checkpoint.convert.name_map import NameTable
-from megatron_switch.checkpoint.convert.t5_model import (
+from megatron_switch.checkpoint.convert.t5_config import (
     DENSE,
     SWITCH,
     T5_TYPES,
-    t5_config,
-    t5_flags,
-    t5_from_args,
-    t5_from_config,
+    read_t5_config,
+    sequence_capacity,
+    write_t5_config,
 )
 from megatron_switch.checkpoint.convert.t5_names import t5_table
 from megatron_switch.errors import CheckpointError
+from megatron_switch.flags.argv import flag_name
+
+_SAID_BY_NO_FIELD: Mapping[str, tuple[Any, ...]] = {
+    "activation_func_clamp_value": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "attention_output_gate": (False, None),
+    "experimental_attention_variant": (None,),
+    "glu_linear_offset": (0.0, None),
+    "heterogeneous_layers_config_path": (None,),
+    "layernorm_zero_centered_gamma": (False, None),
+    "moe_latent_size": (None,),
+    "moe_router_enable_expert_bias": (False, None),
+    "moe_router_num_groups": (None,),
+    "moe_router_pre_softmax": (True, None),
+    "moe_router_score_function": ("softmax", None),
+    "moe_router_topk": (1, None),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False, None),
+    "no_rope_freq": (None,),
+    "qk_l2_norm": (False, None),
+    "rope_type": (None, "rope"),
+    "rotary_interleaved": (False, None),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "softmax_type": ("vanilla", None),
+    "use_mup": (False, None),
+    "window_size": (None,),
+}
+"""Attributes of Megatron's namespace that change a GPT, and the values with which they do not."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +67,23 @@ class ImportedModel:
     """A model in Hugging Face's format, described for Megatron."""
 
     model_type: str
+    architecture: Architecture
     table: NameTable
-    flags: Mapping[str, Any]
-    """Flags of Megatron, without dashes, that describe the model; True stands alone."""
-    vocab_size: int
-    padded_vocab_size: int
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Flags of Megatron, without dashes, that describe the model; True stands alone."""
+        return self.architecture.to_flags()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding there."""
+        return self.architecture.vocab_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding in Megatron."""
+        return self.architecture.padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -72,89 +115,107 @@ def describe_import(
     """
     found = config.get("model_type")
     model_type = found if isinstance(found, str) else ""
-    if model_type in LAYOUTS:
-        gpt = read_gpt_config(config, where, multiple=multiple)
-        experts = LAYOUTS[model_type].experts or SWITCH_EXPERTS
-        return ImportedModel(
-            model_type,
-            gpt_table(gpt.shape, experts),
-            gpt_flags(gpt),
-            gpt.shape.vocab_size,
-            gpt.shape.padded_vocab_size,
-        )
+    if model_type in GPT_TYPES:
+        model = read_gpt_config(config, where, multiple=multiple)
+        experts = GPT_TYPES[model_type].experts or SWITCH_EXPERTS
+        return ImportedModel(model_type, model, gpt_table(model, experts))
     if model_type in T5_TYPES:
-        t5 = t5_from_config(config, where, keys, multiple=multiple)
-        return ImportedModel(
-            model_type,
-            t5_table(t5.shape, switch=model_type == SWITCH, head=t5.head),
-            t5_flags(t5),
-            t5.shape.vocab_size,
-            t5.shape.padded_vocab_size,
-        )
+        model, head = read_t5_config(config, where, keys, multiple=multiple)
+        table = t5_table(model, switch=model_type == SWITCH, head=head)
+        return ImportedModel(model_type, model, table)
     raise CheckpointError(
         f"{where} is of a model of type {found!r:.60}, for which there is no name table. "
         f"Converted are: {', '.join(model_types())}."
     )
 
 
-def describe_export(
-    args: Namespace, keys: Collection[str], *, wanted: str, vocab_size: int | None
-) -> ExportedModel:
+def describe_export(args: Namespace, *, wanted: str, vocab_size: int | None) -> ExportedModel:
     """Describe a model from the arguments stored in its checkpoint.
 
     Args:
         args: Megatron's namespace.
-        keys: Keys of the checkpoint's weights, by layer.
         wanted: Model type to write, or ``auto``.
         vocab_size: Rows of the embedding to write; None for all.
 
     Raises:
         CheckpointError: The architecture cannot compute the model.
     """
-    if getattr(args, "switch_arch", "gpt") == "t5":
-        return _describe_t5(args, keys, wanted, vocab_size)
+    model = model_of_checkpoint(args, vocab_size=vocab_size)
+    if model.encoder is not None:
+        return _describe_t5(args, model, wanted)
     if wanted in T5_TYPES:
         raise CheckpointError(
             f"--architecture {wanted} is an encoder-decoder, but the checkpoint's model is a "
-            f"decoder-only one. Use auto, or one of {', '.join(LAYOUTS)}."
+            f"decoder-only one. Use auto, or one of {', '.join(GPT_TYPES)}."
         )
-    gpt = gpt_from_args(args, vocab_size=vocab_size)
-    layout, notes = choose_layout(gpt, wanted)
+    chosen, notes = choose_type(model, wanted)
     return ExportedModel(
-        layout.model_type,
-        gpt_table(gpt.shape, layout.experts or SWITCH_EXPERTS),
-        lambda dtype: write_gpt_config(gpt, layout, dtype),
-        gpt.shape.vocab_size,
+        chosen.name,
+        gpt_table(model, chosen.experts or SWITCH_EXPERTS),
+        lambda dtype: write_gpt_config(model, chosen, dtype),
+        model.vocab_size,
         notes,
     )
 
 
-def _describe_t5(
-    args: Namespace, keys: Collection[str], wanted: str, vocab_size: int | None
-) -> ExportedModel:
-    t5 = t5_from_args(args, keys, vocab_size=vocab_size)
-    model_type = SWITCH if t5.shape.num_experts else DENSE
+def _describe_t5(args: Namespace, model: Architecture, wanted: str) -> ExportedModel:
+    model_type = SWITCH if model.num_experts else DENSE
     if wanted not in ("auto", model_type):
         raise CheckpointError(
             f"--architecture {wanted} cannot hold the checkpoint's model, which is of type "
             f"{model_type}. Use auto."
         )
-    t5_config(t5, "float32")  # refuses what the format cannot say
-    notes = t5.notes
-    if t5.shape.gated and model_type == SWITCH:
+    capacity, notes = sequence_capacity(args) if model.num_experts else (None, ())
+    write_t5_config(model, capacity, "float32")  # refuses what the format cannot say
+    if model.gated_linear_unit and model_type == SWITCH:
         notes += (
             "transformers has no Switch with gated units: no stock class opens this folder. Its "
             "names are those of the released Switch-XXL.",
         )
     return ExportedModel(
         model_type,
-        t5_table(t5.shape, switch=model_type == SWITCH),
-        lambda dtype: t5_config(t5, dtype),
-        t5.shape.vocab_size,
+        t5_table(model, switch=model_type == SWITCH),
+        lambda dtype: write_t5_config(model, capacity, dtype),
+        model.vocab_size,
         notes,
     )
 
 
+def model_of_checkpoint(args: Namespace, *, vocab_size: int | None = None) -> Architecture:
+    """Return the model that a checkpoint's stored arguments describe.
+
+    Args:
+        args: Megatron's namespace, as a run stores it.
+        vocab_size: Rows of the embedding outside of Megatron; by default all of Megatron's.
+
+    Raises:
+        CheckpointError: A GPT has parts that no field of the description says.
+    """
+    model = Architecture.from_args(args, vocab_size=vocab_size)
+    if model.encoder is not None:
+        return model
+    wrong = {
+        name: getattr(args, name)
+        for name, neutral in _SAID_BY_NO_FIELD.items()
+        if getattr(args, name, neutral[0]) not in neutral
+        and (model.num_experts or not name.startswith("moe_"))
+    }
+    if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
+        wrong["position_embedding_type"] = args.position_embedding_type
+    if wrong:
+        found = ", ".join(f"{flag_name(name)} {value}" for name, value in wrong.items())
+        raise CheckpointError(
+            f"The checkpoint's model has parts that no conversion knows: {found}. Only models "
+            "without them can be converted."
+        )
+    return model
+
+
+def name_table(model: Architecture) -> NameTable:
+    """Return the name table of a model in whichever format holds it, for Megatron's side of it."""
+    return gpt_table(model) if model.encoder is None else t5_table(model, switch=True)
+
+
 def model_types() -> tuple[str, ...]:
     """Return every model type that can be read and written."""
-    return (*LAYOUTS, *T5_TYPES)
+    return (*GPT_TYPES, *T5_TYPES)

@@ -273,7 +273,7 @@ def plan_export(
             f"has: {args.padded_vocab_size}."
         )
     source, others, _ = open_weights(found, args)
-    model = describe_export(args, source.tensors, wanted=architecture, vocab_size=vocab_size)
+    model = describe_export(args, wanted=architecture, vocab_size=vocab_size)
     model.table.check_megatron(source, others)
     chosen = DTYPES[dtype]
     groups = [

@@ -1,21 +1,29 @@
-"""``config.json`` of decoder-only models: read, and written for an architecture that fits.
+"""``config.json`` of decoder-only models: read, and written for a model type that fits.
 
-Stock architectures of ``transformers`` are held to what they compute: unnormalised top-1 routing
-of a gated unit, RMSNorm, rotary positions, no biases. Neither of the two with experts has a
-capacity, so a model whose experts dropped tokens computes there what it would have without drops.
+Stock model types of ``transformers`` are held to what they compute: unnormalised top-1 routing of a
+gated unit, RMSNorm, rotary positions, no biases. Neither of the two with experts has a capacity, so
+a model whose experts dropped tokens computes there what it would have without drops.
+
+Most keys stand beside the fields of :class:`~megatron_switch.architecture.model.Architecture`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_switch.checkpoint.convert.gpt_model import DROPLESS, ROUTING, GptModel
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import (
+    ROUTING,
+    Architecture,
+    described,
+    is_of_experts,
+    read_field,
+)
 from megatron_switch.checkpoint.convert.gpt_names import (
     QWEN2_EXPERTS,
     QWEN_EXPERTS,
     SWITCH_EXPERTS,
     ExpertNames,
-    GptShape,
 )
 from megatron_switch.checkpoint.formats.hf_folder import config_fields
 from megatron_switch.errors import CheckpointError
@@ -23,39 +31,58 @@ from megatron_switch.errors import CheckpointError
 SWITCH_GPT = "switch_gpt"
 _POSITIONS = ("rope", "learned_absolute", "none")
 _NORMS = ("RMSNorm", "LayerNorm")
-_UNITS = {True: ("silu", "quick_gelu"), False: ("gelu", "gelu_pytorch_tanh", "relu2")}
+_ACTIVATIONS = {True: ("silu", "quick_gelu"), False: ("gelu", "gelu_pytorch_tanh", "relu2")}
 """Nonlinearities that Megatron's flags can ask for, of units with a gate and without."""
+
+_DROPLESS = {"moe_expert_capacity_factor": -1.0, "switch_eval_capacity_factor": -1.0}
+"""Routing of a model that drops no token."""
+
+_ABSENT = {
+    "share_embeddings_and_output_weights": False,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "rotary_percent": 1.0,
+}
+"""What the absence of a key means; keys that are in neither table must be there."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A model type of Hugging Face's, and what tells it from the others."""
+class ModelType:
+    """A decoder-only model type of Hugging Face's, and what tells it from the others.
 
-    model_type: str
-    architecture: str
+    Attributes:
+        name: As ``model_type`` says it.
+        head: Class that ``architectures`` names.
+        experts: What the parts of a sparse layer are called; None in a dense type.
+        qkv_bias: Whether query, key and value always have biases.
+        qk_norm: Whether queries and keys always are normalised.
+    """
+
+    name: str
+    head: str
     experts: ExpertNames | None
     qkv_bias: bool = False
     qk_norm: bool = False
 
 
-LAYOUTS = {
-    layout.model_type: layout
-    for layout in (
-        Layout("llama", "LlamaForCausalLM", None),
-        Layout("qwen2", "Qwen2ForCausalLM", None, qkv_bias=True),
-        Layout("qwen3", "Qwen3ForCausalLM", None, qk_norm=True),
-        Layout("qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_EXPERTS),
-        Layout("qwen3_moe", "Qwen3MoeForCausalLM", QWEN_EXPERTS, qk_norm=True),
-        Layout(SWITCH_GPT, "SwitchGptForCausalLM", SWITCH_EXPERTS),
+GPT_TYPES = {
+    each.name: each
+    for each in (
+        ModelType("llama", "LlamaForCausalLM", None),
+        ModelType("qwen2", "Qwen2ForCausalLM", None, qkv_bias=True),
+        ModelType("qwen3", "Qwen3ForCausalLM", None, qk_norm=True),
+        ModelType("qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_EXPERTS),
+        ModelType("qwen3_moe", "Qwen3MoeForCausalLM", QWEN_EXPERTS, qk_norm=True),
+        ModelType(SWITCH_GPT, "SwitchGptForCausalLM", SWITCH_EXPERTS),
     )
 }
 
 
-def read_gpt_config(config: Mapping[str, Any], where: str, *, multiple: int = 1) -> GptModel:
+def read_gpt_config(config: Mapping[str, Any], where: str, *, multiple: int = 1) -> Architecture:
     """Return the model that a ``config.json`` describes.
 
     Args:
-        config: Its content; ``model_type`` is a key of :data:`LAYOUTS`.
+        config: Its content; ``model_type`` is a key of :data:`GPT_TYPES`.
         where: The file, for messages.
         multiple: Rows of the embedding become a multiple of this in Megatron.
 
@@ -71,56 +98,48 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._config = config
         self._where = where
-        self._layout = LAYOUTS[config["model_type"]]
-        self._own = self._layout.model_type == SWITCH_GPT
-        self._fields = config_fields(config, where, self._layout.model_type)
+        self._type = GPT_TYPES[config["model_type"]]
+        self._own = self._type.name == SWITCH_GPT
+        self._fields = config_fields(config, where, self._type.name)
 
-    def model(self, multiple: int) -> GptModel:
+    def model(self, multiple: int) -> Architecture:
         self._refuse_what_differs()
         fields = self._fields
-        position = "rope"
-        normalization = "RMSNorm"
-        if self._own:
-            position = fields.choice("position_embedding_type", _POSITIONS, position)
-            normalization = fields.choice("normalization", _NORMS, normalization)
-        gated = fields.flag("gated", True) if self._own else True
-        context = fields.integer("max_position_embeddings")
+        absent = _ABSENT | {
+            # Qwen2-MoE has the biases unless its configuration says otherwise.
+            "add_qkv_bias": self._type.name in ("qwen2", "qwen2_moe"),
+            "qk_layernorm": self._type.qk_norm,
+        }
+        values = {
+            each.name: read_field(each, fields, each.metadata["gpt"], absent)
+            for each in described("gpt")
+            if each.name not in _READ_APART and not is_of_experts(each)
+        }
+        heads, width = values["num_attention_heads"], values["hidden_size"]
+        vocab_size, depth = fields.integer("vocab_size"), fields.integer("num_hidden_layers")
+        position = fields.choice("position_embedding_type", _POSITIONS, "rope")
         base, factor = self._rotary() if position == "rope" else (10000.0, None)
-        vocab_size = fields.integer("vocab_size")
         experts = self._num_experts()
-        heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-        shape = GptShape(
-            num_layers=fields.integer("num_hidden_layers"),
-            hidden_size=width,
-            ffn_hidden_size=fields.integer("intermediate_size"),
-            num_heads=heads,
-            num_groups=fields.divisor("num_key_value_heads", heads, of=heads, what="heads"),
-            head_channels=fields.integer("head_dim", max(width // heads, 1)),
-            vocab_size=vocab_size,
-            padded_vocab_size=-(-vocab_size // multiple) * multiple,
-            positions=context if position == "learned_absolute" else None,
-            gated=gated,
-            norm_bias=normalization == "LayerNorm",
-            linear_bias=fields.flag("mlp_bias", False),
-            qkv_bias=self._qkv_bias(),
-            qk_norm=fields.flag("qk_norm", self._layout.qk_norm),
-            tied=fields.flag("tie_word_embeddings", False),
-            num_experts=experts,
-            expert_hidden_size=fields.integer("moe_intermediate_size") if experts else 0,
-            sparse_layers=self._sparse_layers() if experts else (),
-        )
-        return GptModel(
-            shape=shape,
-            activation=fields.choice("hidden_act", _UNITS[gated]),
-            normalization=normalization,
-            epsilon=fields.number("rms_norm_eps", above=0),
-            position=position,
-            context=context,
-            rotary_base=base,
-            rotary_percent=fields.number("partial_rotary_factor", 1.0, above=0),
-            llama3_factor=factor,
-            routing=self._routing(),
-        )
+        values |= {
+            "decoder": Stack(depth, self._sparse_layers(depth) if experts else ()),
+            "num_query_groups": fields.divisor(
+                "num_key_value_heads", heads, of=heads, what="heads"
+            ),
+            "kv_channels": fields.integer("head_dim", max(width // heads, 1)),
+            "vocab_size": vocab_size,
+            "padded_vocab_size": -(-vocab_size // multiple) * multiple,
+            "normalization": fields.choice("normalization", _NORMS, "RMSNorm"),
+            "activation_func": fields.choice(
+                "hidden_act", _ACTIVATIONS[values["gated_linear_unit"]]
+            ),
+            "position_embedding_type": position,
+            "rotary_base": base,
+            "rope_scaling_factor": factor,
+            "num_experts": experts,
+            "moe_ffn_hidden_size": fields.integer("moe_intermediate_size") if experts else 0,
+            "routing": self._routing(),
+        }
+        return Architecture(**values)
 
     def _refuse_what_differs(self) -> None:
         config = self._config
@@ -150,23 +169,18 @@ class _Reader:
             found = ", ".join(f"{name} {value}" for name, value in wrong.items())
             needed = ", ".join(f"{name} {allowed[name][0]}" for name in wrong)
             raise CheckpointError(
-                f"{self._where}: this {self._layout.model_type} model cannot be computed by a "
-                f"Switch GPT, which needs {needed}; found {found}."
+                f"{self._where}: this {self._type.name} model cannot be computed by a Switch GPT, "
+                f"which needs {needed}; found {found}."
             )
 
     def _num_experts(self) -> int:
-        if self._layout.experts is None:
+        if self._type.experts is None:
             return 0
         names = ("num_experts", "num_local_experts")
         return next((n for name in names if (n := self._fields.integer(name, 0, least=0))), 0)
 
-    def _qkv_bias(self) -> bool:
-        default = {"qwen2": True, "qwen2_moe": True}.get(self._layout.model_type, False)
-        return self._fields.flag("qkv_bias", default)
-
-    def _sparse_layers(self) -> tuple[int, ...]:
+    def _sparse_layers(self, depth: int) -> tuple[int, ...]:
         fields = self._fields
-        depth = fields.integer("num_hidden_layers")
         if self._own:
             return fields.indices("sparse_layers", depth)
         dense = fields.indices("mlp_only_layers", depth)
@@ -199,23 +213,34 @@ class _Reader:
 
     def _routing(self) -> dict[str, Any]:
         if not self._own:
-            return dict(DROPLESS)
+            return dict(_DROPLESS)
         self._fields.inner("routing")
         stored = self._config.get("routing") or {}
         return {name: stored[name] for name in ROUTING if name in stored}
 
 
-def choose_layout(model: GptModel, wanted: str = "auto") -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout to export to, and what the user should know about the choice.
+_READ_APART = (
+    "activation_func",
+    "kv_channels",
+    "normalization",
+    "num_query_groups",
+    "position_embedding_type",
+    "rotary_base",
+)
+"""Fields that take more than their key: a choice of words, or other fields' values."""
+
+
+def choose_type(model: Architecture, wanted: str = "auto") -> tuple[ModelType, tuple[str, ...]]:
+    """Return the model type to export to, and what the user should know about the choice.
 
     Args:
         model: Model to export.
-        wanted: A key of :data:`LAYOUTS`, or ``auto`` for a stock architecture where one fits.
+        wanted: A key of :data:`GPT_TYPES`, or ``auto`` for a stock type where one fits.
 
     Raises:
-        CheckpointError: The wanted architecture cannot compute the model; every reason is listed.
+        CheckpointError: The wanted type cannot compute the model; every reason is listed.
     """
-    stock = _stock_layout(model)
+    stock = _stock_type(model)
     if wanted == "auto":
         reasons = _misfits(model, stock)
         if not reasons:
@@ -224,136 +249,128 @@ def choose_layout(model: GptModel, wanted: str = "auto") -> tuple[Layout, tuple[
             f"No stock architecture computes this model: {'; '.join(reasons)}. It is written in "
             f"this project's own layout, {SWITCH_GPT}."
         )
-        return LAYOUTS[SWITCH_GPT], (note,)
-    layout = LAYOUTS[wanted]
-    reasons = _misfits(model, layout)
+        return GPT_TYPES[SWITCH_GPT], (note,)
+    model_type = GPT_TYPES[wanted]
+    reasons = _misfits(model, model_type)
     if reasons:
         raise CheckpointError(
             f"--architecture {wanted} cannot compute this model: {'; '.join(reasons)}. Use "
             f"--architecture {SWITCH_GPT}, which can hold every Switch GPT."
         )
-    return layout, _notes(model, layout)
+    return model_type, _notes(model, model_type)
 
 
-def write_gpt_config(model: GptModel, layout: Layout, dtype: str) -> dict[str, Any]:
+def write_gpt_config(model: Architecture, model_type: ModelType, dtype: str) -> dict[str, Any]:
     """Return the content of ``config.json``.
 
     Args:
-        model: Model to export, which fits the layout.
-        layout: What :func:`choose_layout` returned.
+        model: Model to export, which fits the type.
+        model_type: What :func:`choose_type` returned.
         dtype: Name of the weights' type, such as ``bfloat16``.
     """
-    shape = model.shape
+    own = model_type.name == SWITCH_GPT
     config: dict[str, Any] = {
-        "architectures": [layout.architecture],
-        "model_type": layout.model_type,
+        "architectures": [model_type.head],
+        "model_type": model_type.name,
         "dtype": dtype,
         "torch_dtype": dtype,  # the name that transformers 4 reads
-        "hidden_act": model.activation,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_groups,
-        "head_dim": shape.head_channels,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": model.context,
-        "rms_norm_eps": model.epsilon,
-        "tie_word_embeddings": shape.tied,
+        "num_hidden_layers": model.decoder.num_layers,
+        "vocab_size": model.vocab_size,
         "use_cache": True,
     }
-    if model.position == "rope":
+    for each in described("gpt"):
+        if not is_of_experts(each) and (own or not each.metadata["own"]):
+            config[each.metadata["gpt"]] = getattr(model, each.name)
+    if model.position_embedding_type == "rope":
         rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
-        if model.llama3_factor is not None:
+        if model.rope_scaling_factor is not None:
             rotary |= {
                 "rope_type": "llama3",
-                "factor": model.llama3_factor,
+                "factor": model.rope_scaling_factor,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }
             config["rope_scaling"] = {k: v for k, v in rotary.items() if k != "rope_theta"}
-        config |= {"rope_parameters": rotary, "rope_theta": model.rotary_base}
-    if layout.model_type in ("llama", "qwen3", "qwen3_moe"):
+        config["rope_parameters"] = rotary
+    else:
+        del config["rope_theta"]
+    if model_type.name in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = False
-    if layout.model_type == "llama":
+    if model_type.name == "llama":
         config["mlp_bias"] = False
-    if shape.num_experts:
-        config |= _experts_of(model, layout)
-    if layout.model_type == SWITCH_GPT:
-        config |= {
-            "gated": shape.gated,
-            "mlp_bias": shape.linear_bias,
-            "normalization": model.normalization,
-            "partial_rotary_factor": model.rotary_percent,
-            "position_embedding_type": model.position,
-            "qk_norm": shape.qk_norm,
-            "qkv_bias": shape.qkv_bias,
-        }
-    return config
+    return config | _experts_of(model, model_type) if model.num_experts else config
 
 
-def _experts_of(model: GptModel, layout: Layout) -> dict[str, Any]:
-    shape = model.shape
+def _experts_of(model: Architecture, model_type: ModelType) -> dict[str, Any]:
+    stack = model.decoder
     experts: dict[str, Any] = {
-        "num_experts": shape.num_experts,
+        "num_experts": model.num_experts,
         "num_experts_per_tok": 1,
-        "moe_intermediate_size": shape.expert_hidden_size,
+        "moe_intermediate_size": model.moe_ffn_hidden_size,
         "norm_topk_prob": False,
     }
-    if layout.model_type == SWITCH_GPT:
+    if model_type.name == SWITCH_GPT:
         routing = {name: value for name, value in model.routing.items() if value is not None}
-        return experts | {"sparse_layers": list(shape.sparse_layers), "routing": routing}
-    if shape.sparse_layers == tuple(range(1, shape.num_layers, 2)):
+        return experts | {"sparse_layers": list(stack.sparse_layers), "routing": routing}
+    if stack.sparse_layers == tuple(range(1, stack.num_layers, 2)):
         experts |= {"decoder_sparse_step": 2, "mlp_only_layers": []}
     else:
-        dense = [layer for layer in range(shape.num_layers) if layer not in shape.sparse_layers]
+        dense = [layer for layer, is_sparse in enumerate(stack.layer_freq) if not is_sparse]
         experts |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-    if layout.model_type == "qwen2_moe":
-        experts |= {"shared_expert_intermediate_size": 0, "qkv_bias": shape.qkv_bias}
+    if model_type.name == "qwen2_moe":
+        experts |= {"shared_expert_intermediate_size": 0, "qkv_bias": model.add_qkv_bias}
     return experts
 
 
-def _stock_layout(model: GptModel) -> Layout:
-    """Return the stock layout that comes nearest."""
-    shape = model.shape
-    if shape.num_experts:
-        return LAYOUTS["qwen3_moe" if shape.qk_norm else "qwen2_moe"]
-    return LAYOUTS["qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"]
+def _stock_type(model: Architecture) -> ModelType:
+    """Return the stock type that comes nearest."""
+    if model.num_experts:
+        return GPT_TYPES["qwen3_moe" if model.qk_layernorm else "qwen2_moe"]
+    dense = "qwen2" if model.add_qkv_bias else "llama"
+    return GPT_TYPES["qwen3" if model.qk_layernorm else dense]
 
 
-def _misfits(model: GptModel, layout: Layout) -> list[str]:
-    """Say why a layout cannot compute a model; nothing where it can."""
-    if layout.model_type == SWITCH_GPT:
+def _misfits(model: Architecture, model_type: ModelType) -> list[str]:
+    """Say why a type cannot compute a model; nothing where it can."""
+    if model_type.name == SWITCH_GPT:
         return []
-    shape = model.shape
-    takes_either_bias = layout.model_type == "qwen2_moe"
+    takes_either_bias = model_type.name == "qwen2_moe"
+    gated, position = model.gated_linear_unit, model.position_embedding_type
     checks = {
         "it normalises with LayerNorm": model.normalization != "RMSNorm",
-        f"its positions are {model.position}, not rotary": model.position != "rope",
+        f"its positions are {position}, not rotary": position != "rope",
         "only a part of each head is rotated": model.rotary_percent != 1.0,
-        f"its units are {model.activation}{' gated' * shape.gated}, not gated silu": (
-            not shape.gated or model.activation != "silu"
+        f"its units are {model.activation_func}{' gated' * gated}, not gated silu": (
+            not gated or model.activation_func != "silu"
         ),
-        "its linear layers have biases": shape.linear_bias,
-        "its queries and keys are normalised": shape.qk_norm and not layout.qk_norm,
-        "its queries and keys are not normalised": not shape.qk_norm and layout.qk_norm,
+        "its linear layers have biases": model.add_bias_linear,
+        "its queries and keys are normalised": model.qk_layernorm and not model_type.qk_norm,
+        "its queries and keys are not normalised": not model.qk_layernorm and model_type.qk_norm,
         "its query, key and value projections have biases": (
-            shape.qkv_bias and not (layout.qkv_bias or takes_either_bias)
+            model.add_qkv_bias and not (model_type.qkv_bias or takes_either_bias)
         ),
         "its query, key and value projections have no biases": (
-            not shape.qkv_bias and layout.qkv_bias
+            not model.add_qkv_bias and model_type.qkv_bias
         ),
-        "it has experts": bool(shape.num_experts) and layout.experts is None,
-        "it has no experts": not shape.num_experts and layout.experts is not None,
+        "it has experts": bool(model.num_experts) and model_type.experts is None,
+        "it has no experts": not model.num_experts and model_type.experts is not None,
     }
     return [reason for reason, applies in checks.items() if applies]
 
 
-def _notes(model: GptModel, layout: Layout) -> tuple[str, ...]:
-    if not model.drops_tokens or layout.model_type == SWITCH_GPT:
+def _notes(model: Architecture, model_type: ModelType) -> tuple[str, ...]:
+    if not _drops_tokens(model) or model_type.name == SWITCH_GPT:
         return ()
     return (
-        f"{layout.architecture} has no capacity: it computes every token's expert, where Megatron "
+        f"{model_type.head} has no capacity: it computes every token's expert, where Megatron "
         "drops tokens that find their expert full. Outputs agree wherever nothing is dropped.",
     )
+
+
+def _drops_tokens(model: Architecture) -> bool:
+    """Return whether experts have a capacity, in training or in evaluation."""
+    factors = [model.routing.get(name) for name in _DROPLESS]
+    bounded = model.routing.get("switch_capacity") is not None
+    bounded |= any(factor is not None and factor >= 0 for factor in factors)
+    return bounded and bool(model.num_experts)

@@ -15,36 +15,9 @@ Shape letters:
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.convert.name_map import NameTable, Part, Row, plain
 from megatron_switch.checkpoint.convert.packing import Interleaved, PaddedRows
-
-
-@dataclass(frozen=True, kw_only=True)
-class GptShape:
-    """Everything that decides which tensors a decoder-only model has."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_groups: int
-    """Key-value heads."""
-    head_channels: int
-    vocab_size: int
-    """Rows of the embedding outside of Megatron."""
-    padded_vocab_size: int
-    positions: int | None = None
-    """Rows of a learned position embedding; None where positions are rotary or absent."""
-    gated: bool = True
-    norm_bias: bool = False
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tied: bool = False
-    num_experts: int = 0
-    expert_hidden_size: int = 0
-    sparse_layers: tuple[int, ...] = ()
-    """Layers with experts, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -76,36 +49,36 @@ SWITCH_EXPERTS = ExpertNames(
 )
 
 
-def gpt_table(shape: GptShape, experts: ExpertNames = SWITCH_EXPERTS) -> NameTable:
+def gpt_table(model: Architecture, experts: ExpertNames = SWITCH_EXPERTS) -> NameTable:
     """Return the name table of a decoder-only model."""
-    return _Gpt(shape, experts).table()
+    return _Gpt(model, experts).table()
 
 
 class _Gpt:
     """Builds the table of one model."""
 
-    def __init__(self, shape: GptShape, experts: ExpertNames) -> None:
-        self._shape = shape
+    def __init__(self, model: Architecture, experts: ExpertNames) -> None:
+        self._model = model
         self._names = experts
 
     def table(self) -> NameTable:
-        shape = self._shape
+        model = self._model
         rows = list(self._ends())
         modules, expert_modules, inert = ["decoder.final_layernorm"], [], []
-        layers = range(shape.num_layers)
+        layers = range(model.decoder.num_layers)
         unread = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers)
         for layer in layers:
             ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
             rows += self._attention(ours + "self_attention.", theirs)
             parts = ["linear_qkv", "linear_proj", "core_attention"]
             modules += [f"{ours}self_attention.{part}" for part in parts]
-            if shape.qk_norm:
+            if model.qk_layernorm:
                 modules += [f"{ours}self_attention.{part}_layernorm" for part in "qk"]
-            if layer in shape.sparse_layers:
+            if layer in model.decoder.sparse_layers:
                 rows += self._sparse(ours, theirs)
                 modules.append(ours + "pre_mlp_layernorm")
                 expert_modules += [
-                    (f"{ours}mlp.experts.experts.{linear}", shape.num_experts)
+                    (f"{ours}mlp.experts.experts.{linear}", model.num_experts)
                     for linear in ("linear_fc1", "linear_fc2")
                 ]
                 inert += self._inert(theirs + "mlp.")
@@ -116,39 +89,39 @@ class _Gpt:
 
     def _ends(self) -> Iterator[Row]:
         """Embedding, last norm and head."""
-        shape = self._shape
+        model = self._model
         head = "lm_head.weight"
         yield self._vocabulary(
             "embedding.word_embeddings.weight",
             "model.embed_tokens.weight",
-            aliases=(head,) if shape.tied else (),
+            aliases=(head,) if model.share_embeddings_and_output_weights else (),
         )
-        if shape.positions is not None:
+        if model.learned_positions:
             name = "model.embed_positions.weight"
             key = "embedding.position_embeddings.weight"
-            yield plain(key, name, (shape.positions, shape.hidden_size))
-        yield from self._norm("decoder.final_layernorm.", "model.norm.", shape.hidden_size)
-        if not shape.tied:
+            yield plain(key, name, (model.learned_positions, model.hidden_size))
+        yield from self._norm("decoder.final_layernorm.", "model.norm.", model.hidden_size)
+        if not model.share_embeddings_and_output_weights:
             yield self._vocabulary("output_layer.weight", head)
 
     def _vocabulary(self, key: str, name: str, aliases: tuple[str, ...] = ()) -> Row:
-        shape = self._shape
-        part = Part(name, (shape.vocab_size, shape.hidden_size), aliases)
-        packing = PaddedRows(shape.vocab_size, shape.padded_vocab_size)
-        return Row(key, (shape.padded_vocab_size, shape.hidden_size), (part,), packing)
+        model = self._model
+        part = Part(name, (model.vocab_size, model.hidden_size), aliases)
+        packing = PaddedRows(model.vocab_size, model.padded_vocab_size)
+        return Row(key, (model.padded_vocab_size, model.hidden_size), (part,), packing)
 
-    def _norm(self, ours: str, theirs: str, width: int, *, bias: bool | None = None) -> list[Row]:
-        kinds = ["weight"] + ["bias"] * (self._shape.norm_bias if bias is None else bias)
+    def _norm(self, ours: str, theirs: str, width: int) -> list[Row]:
+        kinds = ["weight"] + ["bias"] * (self._model.normalization == "LayerNorm")
         return [plain(ours + kind, theirs + kind, (width,)) for kind in kinds]
 
     def _attention(self, ours: str, theirs: str) -> Iterator[Row]:
-        shape = self._shape
-        width, channels = shape.hidden_size, shape.head_channels
-        queries, keys = shape.num_heads * channels, shape.num_groups * channels
+        model = self._model
+        width, channels = model.hidden_size, model.kv_channels
+        queries, keys = model.query_projection_size, model.kv_projection_size
         yield from self._norm(ours + "linear_qkv.layer_norm_", theirs + "input_layernorm.", width)
-        packing = Interleaved(shape.num_groups, (queries, keys, keys))
+        packing = Interleaved(model.num_query_groups, (queries, keys, keys))
         kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (width,))]
-        if shape.qkv_bias or shape.linear_bias:
+        if model.add_qkv_bias or model.add_bias_linear:
             kinds.append(("bias", ()))
         for kind, rest in kinds:
             parts = tuple(
@@ -157,40 +130,40 @@ class _Gpt:
             )
             key = f"{ours}linear_qkv.{kind}"
             yield Row(key, (queries + 2 * keys, *rest), parts, packing)
-        if shape.qk_norm:
+        if model.qk_layernorm:
             for name in "qk":
                 key, other = f"{ours}{name}_layernorm.", f"{theirs}self_attn.{name}_norm."
                 yield from self._norm(key, other, channels)
         output = theirs + "self_attn.o_proj."
         yield plain(ours + "linear_proj.weight", output + "weight", (width, queries))
-        if shape.linear_bias:
+        if model.add_bias_linear:
             yield plain(ours + "linear_proj.bias", output + "bias", (width,))
 
     def _dense(self, ours: str, theirs: str) -> Iterator[Row]:
-        shape = self._shape
-        width, hidden = shape.hidden_size, shape.ffn_hidden_size
+        model = self._model
+        width, hidden = model.hidden_size, model.ffn_hidden_size
         norm = theirs + "post_attention_layernorm."
         yield from self._norm(ours + "linear_fc1.layer_norm_", norm, width)
-        first = ["gate_proj", "up_proj"] if shape.gated else ["up_proj"]
+        first = ["gate_proj", "up_proj"] if model.gated_linear_unit else ["up_proj"]
         packing = Interleaved(1, (hidden,) * len(first))
         kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (width,))]
-        if shape.linear_bias:
+        if model.add_bias_linear:
             kinds.append(("bias", ()))
         for kind, rest in kinds:
             parts = tuple(Part(f"{theirs}mlp.{name}.{kind}", (hidden, *rest)) for name in first)
             yield Row(f"{ours}linear_fc1.{kind}", (len(first) * hidden, *rest), parts, packing)
         yield plain(ours + "linear_fc2.weight", theirs + "mlp.down_proj.weight", (width, hidden))
-        if shape.linear_bias:
+        if model.add_bias_linear:
             yield plain(ours + "linear_fc2.bias", theirs + "mlp.down_proj.bias", (width,))
 
     def _sparse(self, ours: str, theirs: str) -> Iterator[Row]:
-        shape, names = self._shape, self._names
-        width, hidden, count = shape.hidden_size, shape.expert_hidden_size, shape.num_experts
+        model, names = self._model, self._names
+        width, hidden, count = model.hidden_size, model.moe_ffn_hidden_size, model.num_experts
         norm = theirs + "post_attention_layernorm."
         yield from self._norm(ours + "pre_mlp_layernorm.", norm, width)
         router = f"{theirs}mlp.{names.router}"
         yield plain(ours + "mlp.router.weight", router, (count, width))
-        unit = names.gated if shape.gated else names.ungated
+        unit = names.gated if model.gated_linear_unit else names.ungated
         assert unit, "a layout without such units was chosen for a model that has them"
         *first, last = unit
         packing = Interleaved(1, (hidden,) * len(first))
@@ -211,7 +184,7 @@ class _Gpt:
     def _inert(self, theirs: str) -> list[Part]:
         if not self._names.shared_expert:
             return []
-        width = self._shape.hidden_size
+        width = self._model.hidden_size
         shapes = {"gate_proj": (0, width), "up_proj": (0, width), "down_proj": (width, 0)}
         parts = [
             Part(f"{theirs}shared_expert.{name}.weight", shape) for name, shape in shapes.items()

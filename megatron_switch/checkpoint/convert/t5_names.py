@@ -11,65 +11,34 @@ which are those of the original files, but opens in no stock class.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.convert.name_map import NameTable, Part, Row, plain
 from megatron_switch.checkpoint.convert.packing import Interleaved, PaddedRows
 
 EMBEDDING = "shared.weight"
 HEAD = "lm_head.weight"
-STACKS = ("encoder", "decoder")
 _UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 """In the files of the first T5 models; attention to the encoder knows no relative positions."""
 _EMBEDDING_ALIASES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
-@dataclass(frozen=True, kw_only=True)
-class T5Shape:
-    """Everything that decides which tensors an encoder-decoder model has."""
-
-    num_encoder_layers: int
-    num_decoder_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    head_channels: int
-    num_buckets: int
-    vocab_size: int
-    padded_vocab_size: int
-    gated: bool = False
-    tied: bool = True
-    """Whether the head is the embedding."""
-    num_experts: int = 0
-    encoder_sparse: tuple[int, ...] = ()
-    """Encoder layers with experts, counted from 0."""
-    decoder_sparse: tuple[int, ...] = ()
-
-    def layers(self, stack: str) -> int:
-        """Return the number of layers of a stack."""
-        return self.num_encoder_layers if stack == "encoder" else self.num_decoder_layers
-
-    def sparse(self, stack: str) -> tuple[int, ...]:
-        """Return the layers of a stack that have experts."""
-        return self.encoder_sparse if stack == "encoder" else self.decoder_sparse
-
-
-def t5_table(shape: T5Shape, *, switch: bool, head: str = HEAD) -> NameTable:
+def t5_table(model: Architecture, *, switch: bool, head: str = HEAD) -> NameTable:
     """Return the name table of an encoder-decoder model.
 
     Args:
-        shape: What decides the tensors.
+        model: The model.
         switch: Whether the other side is Hugging Face's Switch, else its dense T5.
         head: Name of the head of an untied model; that of the embedding, where files leave it out.
     """
-    return _T5(shape, "mlp" if switch else "DenseReluDense", head).table()
+    return _T5(model, "mlp" if switch else "DenseReluDense", head).table()
 
 
 class _T5:
     """Builds the table of one model."""
 
-    def __init__(self, shape: T5Shape, mlp: str, head: str) -> None:
-        self._shape = shape
+    def __init__(self, model: Architecture, mlp: str, head: str) -> None:
+        self._model = model
         self._mlp = mlp
         self._head = head
 
@@ -77,24 +46,24 @@ class _T5:
         rows = list(self._ends())
         modules: list[str] = []
         expert_modules: list[tuple[str, int]] = []
-        for stack in STACKS:
-            modules.append(f"{stack}.final_layernorm")
-            rows += self._stack_ends(stack)
-            for layer in range(self._shape.layers(stack)):
-                ours, theirs = f"{stack}.layers.{layer}.", f"{stack}.block.{layer}.layer."
+        for name, stack in self._model.stacks.items():
+            modules.append(f"{name}.final_layernorm")
+            rows += self._stack_ends(name)
+            for layer in range(stack.num_layers):
+                ours, theirs = f"{name}.layers.{layer}.", f"{name}.block.{layer}.layer."
                 rows += self._self_attention(ours, theirs + "0.")
                 modules += [f"{ours}self_attention.{part}" for part in _SELF_ATTENTION]
                 last = 1
-                if stack == "decoder":
+                if name == "decoder":
                     rows += self._cross_attention(ours, theirs + "1.")
                     modules += [f"{ours}cross_attention.{part}" for part in _CROSS_ATTENTION]
                     modules.append(ours + "pre_cross_attn_layernorm")
                     last = 2
-                if layer in self._shape.sparse(stack):
+                if layer in stack.sparse_layers:
                     rows += self._sparse(ours, f"{theirs}{last}.")
                     modules.append(ours + "pre_mlp_layernorm")
                     expert_modules += [
-                        (f"{ours}mlp.experts.experts.{linear}", self._shape.num_experts)
+                        (f"{ours}mlp.experts.experts.{linear}", self._model.num_experts)
                         for linear in _LINEARS
                     ]
                 else:
@@ -105,16 +74,16 @@ class _T5:
 
     def _ends(self) -> Iterator[Row]:
         """Embedding and head."""
-        shape = self._shape
-        tied = shape.tied or self._head == EMBEDDING
+        model = self._model
+        tied = model.share_embeddings_and_output_weights or self._head == EMBEDDING
         yield self._vocabulary(
             "embedding.word_embeddings.weight",
             EMBEDDING,
             aliases=(*_EMBEDDING_ALIASES, *((HEAD,) if tied else ())),
             # Where it is not told to tie, transformers 5 draws anew what a file leaves out.
-            copies=() if shape.tied else _EMBEDDING_ALIASES,
+            copies=() if model.share_embeddings_and_output_weights else _EMBEDDING_ALIASES,
         )
-        if not shape.tied:
+        if not model.share_embeddings_and_output_weights:
             keys = ("output_layer.weight", "lm_head.output_layer.weight")
             yield self._vocabulary(keys[0], self._head, also=keys[1:])
 
@@ -126,24 +95,24 @@ class _T5:
         copies: tuple[str, ...] = (),
         also: tuple[str, ...] = (),
     ) -> Row:
-        shape = self._shape
-        part = Part(name, (shape.vocab_size, shape.hidden_size), aliases, copies)
-        packing = PaddedRows(shape.vocab_size, shape.padded_vocab_size)
-        whole = (shape.padded_vocab_size, shape.hidden_size)
+        model = self._model
+        part = Part(name, (model.vocab_size, model.hidden_size), aliases, copies)
+        packing = PaddedRows(model.vocab_size, model.padded_vocab_size)
+        whole = (model.padded_vocab_size, model.hidden_size)
         return Row(key, whole, (part,), packing, copies=also)
 
     def _stack_ends(self, stack: str) -> Iterator[Row]:
         """Relative positions and last norm."""
-        shape = self._shape
+        model = self._model
         yield plain(
             f"{stack}_relative_pos_emb.relative_attention_bias.weight",
             f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-            (shape.num_buckets, shape.num_heads),
+            (model.relative_attention_num_buckets, model.num_attention_heads),
         )
         yield self._norm(f"{stack}.final_layernorm.weight", f"{stack}.final_layer_norm")
 
     def _norm(self, key: str, name: str) -> Row:
-        return plain(key, f"{name}.weight", (self._shape.hidden_size,))
+        return plain(key, f"{name}.weight", (self._model.hidden_size,))
 
     def _self_attention(self, ours: str, theirs: str) -> Iterator[Row]:
         yield self._norm(
@@ -159,23 +128,23 @@ class _T5:
         yield self._output(ours + "cross_attention", theirs + "EncDecAttention")
 
     def _heads(self, ours: str, theirs: str, letters: str) -> Row:
-        shape = self._shape
-        inner, width = shape.num_heads * shape.head_channels, shape.hidden_size
+        model = self._model
+        inner, width = model.query_projection_size, model.hidden_size
         parts = tuple(Part(f"{theirs}.{letter}.weight", (inner, width)) for letter in letters)
-        packing = Interleaved(shape.num_heads, (inner,) * len(letters))
+        packing = Interleaved(model.num_attention_heads, (inner,) * len(letters))
         return Row(f"{ours}.weight", (len(letters) * inner, width), parts, packing)
 
     def _output(self, ours: str, theirs: str) -> Row:
-        shape = self._shape
-        inner = shape.num_heads * shape.head_channels
-        return plain(f"{ours}.linear_proj.weight", f"{theirs}.o.weight", (shape.hidden_size, inner))
+        model = self._model
+        inner = model.query_projection_size
+        return plain(f"{ours}.linear_proj.weight", f"{theirs}.o.weight", (model.hidden_size, inner))
 
     def _first(self) -> tuple[str, ...]:
-        return ("wi_0", "wi_1") if self._shape.gated else ("wi",)
+        return ("wi_0", "wi_1") if self._model.gated_linear_unit else ("wi",)
 
     def _dense(self, ours: str, theirs: str) -> Iterator[Row]:
-        shape = self._shape
-        width, hidden = shape.hidden_size, shape.ffn_hidden_size
+        model = self._model
+        width, hidden = model.hidden_size, model.ffn_hidden_size
         yield self._norm(ours + "mlp.linear_fc1.layer_norm_weight", theirs + "layer_norm")
         mlp = f"{theirs}{self._mlp}."
         parts = tuple(Part(f"{mlp}{name}.weight", (hidden, width)) for name in self._first())
@@ -184,8 +153,8 @@ class _T5:
         yield plain(ours + "mlp.linear_fc2.weight", mlp + "wo.weight", (width, hidden))
 
     def _sparse(self, ours: str, theirs: str) -> Iterator[Row]:
-        shape = self._shape
-        width, hidden, count = shape.hidden_size, shape.ffn_hidden_size, shape.num_experts
+        model = self._model
+        width, hidden, count = model.hidden_size, model.moe_ffn_hidden_size, model.num_experts
         yield self._norm(ours + "pre_mlp_layernorm.weight", theirs + "layer_norm")
         router = theirs + "mlp.router.classifier.weight"
         yield plain(ours + "mlp.router.weight", router, (count, width))

@@ -23,7 +23,7 @@ Source:
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.formats.dist_writer import Chunk
 from megatron_switch.checkpoint.formats.tensor_source import Box
 from megatron_switch.errors import CheckpointError
@@ -47,24 +48,27 @@ _MATRICES = {"mlp.linear_fc1.weight": "linear_fc1", "mlp.linear_fc2.weight": "li
 class Upcycling:
     """How a dense model becomes sparse."""
 
-    num_experts: int
-    sparse: Collection[tuple[str, int]]
-    """Layers that get experts, as (stack, index from 0)."""
-    unit: Literal["relu", "gated", "other"]
+    model: Architecture
+    """The sparse model: its experts, and which layers have them."""
     scale: Scale = "none"
     router_scale: float = 0.1
     """``--switch-init-scale`` of the routers; 0 makes them zero, so that every token goes to
     expert 0 with a gate of 1/E."""
     seed: int = 1234
-    layers_before: int = 0
-    """Layers of the encoder, which the decoder's numbers follow."""
+
+    @property
+    def sparse(self) -> set[tuple[str, int]]:
+        """Layers that get experts, as (stack, index from 0)."""
+        stacks = self.model.stacks.items()
+        return {(name, layer) for name, stack in stacks for layer in stack.sparse_layers}
 
     def factors(self) -> tuple[float, float]:
         """Return what the first and the second matrix of an expert are multiplied by."""
         if self.scale == "none":
             return 1.0, 1.0
-        root = math.sqrt(self.num_experts)
-        return (root, root) if self.unit in ("relu", "gated") else (1.0, root * root)
+        root = math.sqrt(self.model.num_experts)
+        linear = self.model.gated_linear_unit or self.model.activation_func == "relu"
+        return (root, root) if linear else (1.0, root * root)
 
 
 def upcycle(chunks: Iterable[Chunk], how: Upcycling) -> tuple[Chunk, ...]:
@@ -78,11 +82,12 @@ def upcycle(chunks: Iterable[Chunk], how: Upcycling) -> tuple[Chunk, ...]:
         CheckpointError: An MLP has biases, which experts do not have, or is sparse already, or a
             layer that shall be sparse is not in the model.
     """
+    sparse = how.sparse
     result: list[Chunk] = []
     done: set[tuple[str, int]] = set()
     for chunk in chunks:
         match = _LAYER.fullmatch(chunk.key)
-        if match is None or (match[1], int(match[2])) not in how.sparse:
+        if match is None or (match[1], int(match[2])) not in sparse:
             result.append(chunk)
             continue
         layer, name = (match[1], int(match[2])), match[3]
@@ -95,7 +100,7 @@ def upcycle(chunks: Iterable[Chunk], how: Upcycling) -> tuple[Chunk, ...]:
         if name == "mlp.linear_fc1.weight":
             result.append(_router(chunk, layer, how))
             done.add(layer)
-    absent = set(how.sparse) - done
+    absent = sparse - done
     if absent:
         raise CheckpointError(
             f"The dense model has no MLP in {_layers(absent)}, which shall get experts. Correct "
@@ -112,9 +117,9 @@ def _upcycled(chunk: Chunk, layer: tuple[str, int], name: str, how: Upcycling) -
         first, second = how.factors()
         linear = _MATRICES[name]
         factor = first if linear == "linear_fc1" else second
-        half = how.unit == "gated" and linear == "linear_fc1"
-        stack = (how.num_experts, *chunk.shape)
-        for expert in range(how.num_experts):
+        half = how.model.gated_linear_unit and linear == "linear_fc1"
+        stack = (how.model.num_experts, *chunk.shape)
+        for expert in range(how.model.num_experts):
             yield Chunk(
                 f"{prefix}mlp.experts.experts.{linear}.weight",
                 stack,
@@ -147,21 +152,24 @@ def _expert(chunk: Chunk, factor: float, *, second_half: bool) -> Tensor:
 
 
 def _router(chunk: Chunk, layer: tuple[str, int], how: Upcycling) -> Chunk:
-    shape = (how.num_experts, chunk.shape[1])
-    number = layer[1] + 1 + (how.layers_before if layer[0] == "decoder" else 0)
+    shape = (how.model.num_experts, chunk.shape[1])
+    # Megatron's number of the layer: a decoder's follow those of the encoder.
+    before = how.model.encoder.num_layers if how.model.encoder and layer[0] == "decoder" else 0
     return Chunk(
         f"{layer[0]}.layers.{layer[1]}.mlp.router.weight",
         shape,
         chunk.dtype,
         Box.whole(shape),
-        partial(_draw_router, shape, number, how),
+        partial(_draw_router, shape, before + layer[1] + 1, how),
     )
 
 
-def _draw_router(shape: tuple[int, int], number: int, how: Upcycling) -> Tensor:
+def _draw_router(shape: tuple[int, int], layer_number: int, how: Upcycling) -> Tensor:
     weight_ED = torch.zeros(shape)
     if how.router_scale:
-        init_router_weight_(weight_ED, seed=how.seed, layer_number=number, scale=how.router_scale)
+        init_router_weight_(
+            weight_ED, seed=how.seed, layer_number=layer_number, scale=how.router_scale
+        )
     return weight_ED
 
 

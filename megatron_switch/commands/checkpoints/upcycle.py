@@ -5,32 +5,24 @@ from argparse import Namespace
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.layer_pattern import Stack, sparse_layers
+from megatron_switch.architecture.model import Architecture
+from megatron_switch.checkpoint.convert.architectures import model_of_checkpoint, name_table
 from megatron_switch.checkpoint.convert.conversion import (
     open_weights,
     plan_import,
     stored_args,
     write_release,
 )
-from megatron_switch.checkpoint.convert.gpt_config import LAYOUTS, read_gpt_config
-from megatron_switch.checkpoint.convert.gpt_model import GptModel, gpt_flags, gpt_from_args
-from megatron_switch.checkpoint.convert.gpt_names import gpt_table
-from megatron_switch.checkpoint.convert.name_map import NameTable
-from megatron_switch.checkpoint.convert.t5_model import (
-    T5Model,
-    t5_flags,
-    t5_from_args,
-    t5_from_config,
-)
-from megatron_switch.checkpoint.convert.t5_names import t5_table
 from megatron_switch.checkpoint.convert.upcycling import Upcycling, upcycle
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_writer import Chunk
-from megatron_switch.checkpoint.formats.hf_folder import CONFIG, copy_tokenizer, read_json
+from megatron_switch.checkpoint.formats.hf_folder import copy_tokenizer
 from megatron_switch.checkpoint.formats.source_settings import TOKENIZER_FOLDER, keep_settings
 from megatron_switch.checkpoint.formats.tensor_source import Box
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags
@@ -46,7 +38,7 @@ from megatron_switch.utils.units import size_text
 class _Dense:
     """The dense model, wherever it came from."""
 
-    model: GptModel | T5Model
+    model: Architecture
     chunks: tuple[Chunk, ...]
     flags: dict[str, Any]
     """Flags of its tokenizer and precision."""
@@ -61,12 +53,11 @@ def upcycle_model(own: Namespace) -> None:
             loss is not known.
     """
     dense = _from_hf(own) if own.hf is not None else _from_megatron(own)
-    pattern = _pattern(own, dense.model.shape)
-    model, table, how = _sparse(dense.model, pattern, own)
+    model = _sparse(dense.model, own)
+    how = Upcycling(model=model, scale=own.scale, router_scale=own.router_scale, seed=own.seed)
     chunks = upcycle(dense.chunks, how)
-    flags = gpt_flags(model) if isinstance(model, GptModel) else t5_flags(model)
-    padded = model.shape.padded_vocab_size
-    args = written_arguments({**flags, **dense.flags}, padded_vocab_size=padded)
+    flags = {**model.to_flags(), **dense.flags}
+    args = written_arguments(flags, padded_vocab_size=model.padded_vocab_size)
     size = sum(chunk.nbytes for chunk in chunks)
     with (
         bytes_progress("upcycling", size) as on_bytes,
@@ -75,7 +66,9 @@ def upcycle_model(own: Namespace) -> None:
         if own.hf is not None:
             copy_tokenizer(own.hf, folder / TOKENIZER_FOLDER)
             keep_settings(own.hf, folder / TOKENIZER_FOLDER)
-        write_release(folder, chunks, table, args, workers=own.workers, on_bytes=on_bytes)
+        write_release(
+            folder, chunks, name_table(model), args, workers=own.workers, on_bytes=on_bytes
+        )
     print(
         f"{own.save}: {own.num_experts} experts in {len(how.sparse)} "
         f"layer{'s' if len(how.sparse) > 1 else ''}, "
@@ -95,19 +88,9 @@ def _from_megatron(own: Namespace) -> _Dense:
     found = find_checkpoint(checkpoint_folder(own.load), context=LoadContext(can_start_anew=False))
     args = stored_args(found)
     weights, others, _ = open_weights(found, args)
-    model: GptModel | T5Model
-    if getattr(args, "switch_arch", "gpt") == "t5":
-        model = t5_from_args(args, weights.tensors, vocab_size=None)
-        table = t5_table(model.shape, switch=True)
-    else:
-        model = gpt_from_args(args)
-        table = gpt_table(model.shape)
-    if model.shape.num_experts:
-        raise CheckpointError(
-            f"{found.folder} is a model with {model.shape.num_experts} experts; only a dense one "
-            "can be upcycled."
-        )
-    table.check_megatron(weights, others)
+    model = model_of_checkpoint(args)
+    _refuse_sparse(model, found.folder)
+    name_table(model).check_megatron(weights, others)
     chunks = tuple(
         Chunk(key, info.shape, info.dtype, Box.whole(info.shape), partial(weights.read, key))
         for key, info in weights.tensors.items()
@@ -120,103 +103,53 @@ def _from_megatron(own: Namespace) -> _Dense:
 
 def _from_hf(own: Namespace) -> _Dense:
     plan = plan_import(own.hf)
-    where = str(own.hf / CONFIG)
-    config = read_json(own.hf / CONFIG)
-    model: GptModel | T5Model
-    if config["model_type"] in LAYOUTS:
-        model = read_gpt_config(config, where, multiple=8)
-    else:
-        model = t5_from_config(config, where, plan.source.tensors, multiple=8)
-    if model.shape.num_experts:
-        raise CheckpointError(
-            f"{own.hf} is a model with {model.shape.num_experts} experts; only a dense one can be "
-            "upcycled."
-        )
+    _refuse_sparse(plan.model.architecture, own.hf)
     tokenizer = (own.save / TOKENIZER_FOLDER).resolve()
     flags = tokenizer_flags(own.hf, tokenizer, plan.model.vocab_size)
     flags["bf16"] = plan.precision == torch.bfloat16
     flags["fp16"] = plan.precision == torch.float16
-    return _Dense(model, plan.chunks, flags)
+    return _Dense(plan.model.architecture, plan.chunks, flags)
 
 
-def _pattern(own: Namespace, shape: Any) -> dict[str, list[int]]:
-    """Return for each stack which layers get experts."""
-    depths = {"decoder": shape.num_layers} if hasattr(shape, "num_layers") else None
-    if depths is None:
-        depths = {"encoder": shape.num_encoder_layers, "decoder": shape.num_decoder_layers}
-    both = ("--moe-layer-freq", own.moe_layer_freq)
-    of_decoder = ("--switch-decoder-layer-freq", own.switch_decoder_layer_freq)
-    if of_decoder[1] is not None and "encoder" not in depths:
+def _refuse_sparse(model: Architecture, folder: Path) -> None:
+    if model.num_experts:
+        raise CheckpointError(
+            f"{folder} is a model with {model.num_experts} experts; only a dense one can be "
+            "upcycled."
+        )
+
+
+def _sparse(dense: Architecture, own: Namespace) -> Architecture:
+    """Return the sparse model: which layers get experts, as wide as the MLPs they replace."""
+    both, decoders = "--moe-layer-freq", "--switch-decoder-layer-freq"
+    if own.switch_decoder_layer_freq is not None and dense.encoder is None:
         raise ConfigError(
-            f"{of_decoder[0]} is for an encoder-decoder, and the model is none. Use {both[0]}."
+            f"{decoders} is for an encoder-decoder, and the model is none. Use {both}."
         )
-    given = dict.fromkeys(depths, both)
-    if of_decoder[1] is not None:
-        given["decoder"] = of_decoder
-    patterns = {
-        stack: Stack.switch(depth).layer_freq
-        if given[stack][1] is None
-        else _spelled(*given[stack], stack, depth)
-        for stack, depth in depths.items()
-    }
-    if not any(map(sum, patterns.values())):
+    stacks: dict[str, Any] = {}
+    for name, stack in dense.stacks.items():
+        flag, given, depth = both, own.moe_layer_freq, f"the {name} has layers"
+        if name == "decoder" and own.switch_decoder_layer_freq is not None:
+            flag, given = decoders, own.switch_decoder_layer_freq
+        elif name == "decoder" and dense.encoder is not None:
+            depth += f", or name its layers with {decoders}"
+        stacks[name] = Stack.switch(stack.num_layers)
+        if given is not None:
+            layers = sparse_layers(given, stack.num_layers, flag=flag, depth=depth)
+            stacks[name] = Stack(stack.num_layers, layers)
+    if not any(stack.sparse_layers for stack in stacks.values()):
         raise ConfigError(
-            f"{both[0]} gives experts to no layer, got {own.moe_layer_freq}. Set one of its "
-            "entries to 1."
+            f"{both} gives experts to no layer, got {own.moe_layer_freq}. Set one of its entries "
+            "to 1."
         )
-    return patterns
-
-
-def _spelled(flag: str, text: str, stack: str, depth: int) -> list[int]:
-    """Return the layers of a stack that get experts, as a flag spells them."""
-    words = text.strip("[] ").split(",")
-    if any(word.strip() not in ("0", "1") for word in words):
-        raise ConfigError(
-            f"{flag} says of each layer whether it gets experts, as in [0,1,0,1]; got {text}."
-        )
-    if len(words) != depth:
-        other = ", or name its layers with --switch-decoder-layer-freq" * (stack == "decoder")
-        raise ConfigError(
-            f"{flag} has {len(words)} entries, but the {stack} has {depth} layers. Write one for "
-            f"each{other if flag == '--moe-layer-freq' else ''}."
-        )
-    return [int(word) for word in words]
-
-
-def _sparse(
-    dense: GptModel | T5Model, pattern: dict[str, list[int]], own: Namespace
-) -> tuple[GptModel | T5Model, NameTable, Upcycling]:
-    """Return the sparse model, its names, and how it comes to be."""
-    layers = {
-        stack: tuple(i for i, is_set in enumerate(p) if is_set) for stack, p in pattern.items()
-    }
-    sparse = {(stack, layer) for stack, each in layers.items() for layer in each}
-    common: dict[str, Any] = {
-        "num_experts": own.num_experts,
-        "sparse": sparse,
-        "scale": own.scale,
-        "router_scale": own.router_scale,
-        "seed": own.seed,
-    }
-    if isinstance(dense, GptModel):
-        shape = replace(
-            dense.shape,
-            num_experts=own.num_experts,
-            expert_hidden_size=dense.shape.ffn_hidden_size,
-            sparse_layers=layers["decoder"],
-        )
-        model = replace(dense, shape=shape, routing={})  # Switch's defaults
-        how = Upcycling(unit="gated" if shape.gated else "other", **common)
-        return model, gpt_table(shape), how
-    t5_shape = replace(
-        dense.shape,
+    # Routing and losses are a Switch model's defaults, whatever the dense one was trained with.
+    return replace(
+        dense,
+        **stacks,
         num_experts=own.num_experts,
-        encoder_sparse=layers["encoder"],
-        decoder_sparse=layers["decoder"],
+        moe_ffn_hidden_size=dense.ffn_hidden_size,
+        routing={},
+        moe_aux_loss_coeff=None,
+        moe_z_loss_coeff=None,
+        moe_input_jitter_eps=None,
     )
-    how = Upcycling(
-        unit="gated" if t5_shape.gated else "relu",
-        layers_before=t5_shape.num_encoder_layers,
-        **common,
-    )
-    return replace(dense, shape=t5_shape, losses={}), t5_table(t5_shape, switch=True), how

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from support import hf_models
 from support.converted import imported, rewrite
 
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.checkpoint.convert.architectures import model_of_checkpoint
 from megatron_switch.checkpoint.convert.conversion import (
     plan_export,
     plan_import,
@@ -19,9 +21,8 @@ from megatron_switch.checkpoint.convert.conversion import (
     write_export,
     write_import,
 )
-from megatron_switch.checkpoint.convert.gpt_model import gpt_from_args
 from megatron_switch.checkpoint.convert.gpt_names import gpt_table
-from megatron_switch.checkpoint.convert.t5_model import _step
+from megatron_switch.checkpoint.convert.t5_config import _step
 from megatron_switch.checkpoint.convert.verification import compare_sides
 from megatron_switch.checkpoint.formats.hf_folder import read_json, write_json
 from megatron_switch.checkpoint.load.files import find_checkpoint
@@ -197,7 +198,7 @@ def test_a_switch_gpt_has_a_layout_of_its_own(tmp_path):
         "position-embedding-type": "learned_absolute",
     }
     args = written_arguments(flags, padded_vocab_size=32)
-    shapes = {row.key: row.shape for row in gpt_table(gpt_from_args(args).shape).rows}
+    shapes = {row.key: row.shape for row in gpt_table(model_of_checkpoint(args)).rows}
     tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
     assert "decoder.layers.0.mlp.linear_fc1.bias" in tensors
     save_checkpoint(tmp_path / "megatron", "release", tensors, release_state(args))
@@ -301,7 +302,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(switch, llama, tmp_path
 
 def test_the_reason_for_another_pattern_of_sparse_layers_is_given():
     with pytest.raises(CheckpointError, match=r"encoder's layers \[0, 2\] of 4 have experts"):
-        _step((0, 2), 4, "encoder")
+        _step(Stack(4, (0, 2)), "encoder")
 
 
 def test_values_that_rounding_makes_infinite_are_refused(llama, tmp_path):

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_switch.architecture.layer_pattern import Stack
+from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.convert.upcycling import Upcycling, upcycle
 from megatron_switch.checkpoint.formats.dist_writer import Chunk
 from megatron_switch.checkpoint.formats.tensor_source import Box
@@ -15,7 +17,20 @@ from megatron_switch.moe.reference import switch_layer
 WIDTH, HIDDEN, E = 6, 10, 4
 NORM = "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
 FC1, FC2 = (f"decoder.layers.1.mlp.linear_fc{n}.weight" for n in (1, 2))
-HOW = Upcycling(num_experts=E, sparse={("decoder", 1)}, unit="relu")
+MODEL = Architecture(
+    decoder=Stack(2, (1,)),
+    hidden_size=WIDTH,
+    num_attention_heads=1,
+    ffn_hidden_size=HIDDEN,
+    num_experts=E,
+    activation_func="relu",
+)
+HOW = Upcycling(model=MODEL)
+ACTIVATIONS = {"relu": "relu", "gated": "silu", "other": "gelu"}
+
+
+def with_model(**changes):
+    return replace(HOW, model=replace(MODEL, **changes))
 
 
 def dense(gated=False, dtype=torch.float32):
@@ -71,7 +86,8 @@ def test_plain_copies_are_equal_bit_by_bit(dtype):
 @pytest.mark.parametrize("unit", ["relu", "gated", "other"])
 def test_the_scale_undoes_the_gate_of_a_uniform_router(unit):
     """Zero router, every token to expert 0 with gate 1/E, no token dropped: the dense function."""
-    how = replace(HOW, unit=unit, scale="sqrt_e", router_scale=0.0)
+    changes = {"gated_linear_unit": unit == "gated", "activation_func": ACTIVATIONS[unit]}
+    how = replace(with_model(**changes), scale="sqrt_e", router_scale=0.0)
     before, chunks = dense(gated=unit == "gated")
     after = made(upcycle(chunks, how))
     x_TD = torch.randn(20, WIDTH)
@@ -104,7 +120,7 @@ def test_routers_differ_by_layer_and_seed_and_are_a_runs_own():
     assert torch.equal(made(upcycle(chunks, HOW))[key], first)
     assert not torch.equal(made(upcycle(chunks, replace(HOW, seed=1)))[key], first)
     # Behind an encoder the same layer has another number.
-    assert not torch.equal(made(upcycle(chunks, replace(HOW, layers_before=3)))[key], first)
+    assert not torch.equal(made(upcycle(chunks, with_model(encoder=Stack(3))))[key], first)
 
 
 def test_a_weight_that_leaves_its_type_is_refused():
@@ -137,6 +153,6 @@ def test_a_sparse_model_is_refused():
 
 def test_a_layer_that_is_not_there_is_refused():
     _, chunks = dense()
-    how = replace(HOW, sparse={("decoder", 1), ("decoder", 7)})
+    how = with_model(decoder=Stack(8, (1, 7)))
     with pytest.raises(CheckpointError, match=r"no MLP in decoder layer 7, which shall get"):
         upcycle(chunks, how)

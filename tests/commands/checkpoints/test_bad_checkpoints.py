@@ -358,7 +358,7 @@ def test_counts_are_at_least_one_and_scales_are_numbers(llama, capsys, words, me
         ),
         (
             "upcycle --load m --save new --num-experts 4 --moe-layer-freq [0,1]",
-            "--moe-layer-freq has 2 entries, but the decoder has 4 layers. Write one for each",
+            "has 2 entries for 4 layers. Give as many as the decoder has layers",
         ),
         (
             "upcycle --load m --save new --num-experts 4 --switch-decoder-layer-freq [0,1,0,1]",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_switch.checkpoint.convert.gpt_model import gpt_flags, gpt_from_args
+from megatron_switch.checkpoint.convert.architectures import model_of_checkpoint
 from megatron_switch.commands.checkpoints.written_arguments import written_arguments
 from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.flags.argv import flag_name
@@ -49,9 +49,9 @@ def test_what_megatron_refuses_is_an_error():
 )
 def test_a_model_described_by_its_flags_is_the_same_model(more):
     flags = {**FLAGS, **more}
-    model = gpt_from_args(written_arguments(flags, padded_vocab_size=128))
-    again = {**gpt_flags(model), "tokenizer-type": "NullTokenizer", "vocab-size": 127}
-    assert gpt_from_args(written_arguments(again, padded_vocab_size=128)) == model
+    model = model_of_checkpoint(written_arguments(flags, padded_vocab_size=128))
+    again = {**model.to_flags(), "tokenizer-type": "NullTokenizer", "vocab-size": 127}
+    assert model_of_checkpoint(written_arguments(again, padded_vocab_size=128)) == model
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_a_part_that_no_conversion_knows_is_named(name, value):
     setattr(args, name, value)
     flag = flag_name(name)
     with pytest.raises(CheckpointError, match=rf"no conversion knows: {flag} {value}"):
-        gpt_from_args(args)
+        model_of_checkpoint(args)
