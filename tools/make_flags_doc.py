@@ -12,11 +12,11 @@ from pathlib import Path
 
 from megatron_switch.config import switch_traits
 from megatron_switch.emulation import import_megatron
-from megatron_switch.flags.argv import flag_name
+from megatron_switch.flags.argv import attribute_of, flag_name
 from megatron_switch.flags.known_flags import fixed_defaults
 from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
 from megatron_switch.flags.recipes import RECIPES
-from megatron_switch.flags.train_flags import NAMES_FILE
+from megatron_switch.flags.train_flags import NAMES_FILE, flag_names
 from megatron_switch.training.arguments.parser import SWITCH_DEFAULTS, add_switch_arguments
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
@@ -117,9 +117,13 @@ def _recipe_rows() -> Iterable[tuple[str, ...]]:
 
 
 def _default_rows() -> Iterable[tuple[str, ...]]:
+    flag_attributes = {attribute_of(name) for name in flag_names()}
     for name, value in SWITCH_DEFAULTS.items():
-        if name not in fixed_defaults():  # those stand in the last table
-            yield f"`{flag_name(name)}`", _value(value)
+        if name in fixed_defaults():  # those stand in the last table
+            continue
+        if name not in flag_attributes:  # its flag turns it off
+            name, value = f"no_{name}", not value
+        yield f"`{flag_name(name)}`", _value(value)
 
 
 def _megatron_rows() -> Iterable[tuple[str, ...]]:

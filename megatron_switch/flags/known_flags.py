@@ -28,6 +28,12 @@ def flags_with(on_resume: OnResume) -> list[str]:
     return [name for name, traits in KNOWN_FLAGS.items() if traits.on_resume == on_resume]
 
 
+def shown_flag(attribute: str) -> str:
+    """Return how messages name the flag that sets an attribute."""
+    row = MEGATRON_FLAGS.get(attribute)
+    return row.shown if row is not None and row.shown else flag_name(attribute)
+
+
 def fixed_defaults() -> dict[str, object]:
     """Return the only value, by attribute, of each flag of Megatron that Switch fixes."""
     return {name: row.accepted[0] for name, row in MEGATRON_FLAGS.items() if row.kind == "fixed"}

@@ -361,9 +361,13 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     ),
     # Where layers and tokens are
     **_each(
-        "tensor_model_parallel_size pipeline_model_parallel_size "
+        "tensor_model_parallel_size pipeline_model_parallel_size",
+        on_resume="buffers",
+    ),
+    **_each(
         "virtual_pipeline_model_parallel_size",
         on_resume="buffers",
+        shown="--num-virtual-stages-per-pipeline-rank",
     ),
     **_each(
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split cp_comm_type "
@@ -378,11 +382,13 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
         "fused_residual_rmsnorm kitchen_attention_backend masked_softmax_fusion "
         "use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp use_kitchen_attention "
         "use_te_activation_func use_transformer_engine_op_fuser cuda_graph_impl "
-        "cuda_graph_modules cuda_graph_warmup_steps fp4 fp4_quantizer_factory fp4_recipe fp8 "
+        "cuda_graph_modules cuda_graph_warmup_steps fp4_quantizer_factory fp4_recipe "
         "fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin fp8_output_proj "
         "fp8_quantizer_factory fp8_recipe fp8_wgrad",
         stored=False,
     ),
+    **_each("fp4", stored=False, shown="--fp4-format"),
+    **_each("fp8", stored=False, shown="--fp8-format"),
     # What is written, and Megatron's inference engine
     **_each(
         "config_logger_dir log_max_attention_logit test_mode inference_cuda_graph_scope "

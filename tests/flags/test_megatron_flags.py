@@ -1,12 +1,15 @@
 """Every expert flag of the installed Megatron has a row, and every row is about a flag."""
 
+import re
 from argparse import Action, ArgumentParser
 
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_switch.flags.argv import attribute_of
+from megatron_switch.flags.known_flags import shown_flag
 from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS
+from megatron_switch.flags.train_flags import flag_names
 
 FAMILY = ("moe", "expert", "router", "routing")
 """A flag of Megatron is one for mixtures of experts when one of these is part of its name."""
@@ -33,6 +36,14 @@ def test_every_expert_flag_of_megatron_is_classified(upstream):
 
 def test_every_row_is_of_an_attribute_that_megatron_has(upstream):
     assert set(MEGATRON_FLAGS) - set(upstream) - DERIVED == set()
+
+
+@pytest.mark.parametrize("name", MEGATRON_FLAGS)
+def test_messages_name_a_flag_that_exists(name):
+    row = MEGATRON_FLAGS[name]
+    in_messages = row.range or row.reason or row.identity or row.on_resume != "free"
+    flag = re.search(r"--([a-z0-9-]+)", shown_flag(name))[1]
+    assert flag in flag_names() or not in_messages
 
 
 @pytest.mark.parametrize("name", CLASSIFIED)

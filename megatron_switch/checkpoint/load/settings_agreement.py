@@ -27,9 +27,7 @@ from megatron_switch.architecture.layer_pattern import sparse_layers
 from megatron_switch.checkpoint.load.lr_agreement import check_schedule
 from megatron_switch.config import switch_traits
 from megatron_switch.errors import CheckpointError
-from megatron_switch.flags.argv import flag_name
-from megatron_switch.flags.known_flags import KNOWN_FLAGS, flags_with
-from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
+from megatron_switch.flags.known_flags import KNOWN_FLAGS, flags_with, shown_flag
 
 _ABSENT = object()
 
@@ -103,7 +101,7 @@ def check_model(stored: Namespace, args: Namespace) -> None:
         apart.add("padded_vocab_size")
     names = [name for name in flags_with("model") if name not in apart]
     differences = _differences(names, stored, args) + [
-        Difference(_flag(name), old, new) for name, (old, new) in derived.items() if old != new
+        Difference(shown_flag(name), old, new) for name, (old, new) in derived.items() if old != new
     ]
     if differences:
         raise CheckpointError(
@@ -149,7 +147,7 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
             "Continuing with Switch settings other than the checkpoint's:" + _lines(differences)
         )
     if missing:
-        listing = ", ".join(f"{_flag(name)} {getattr(args, name)}" for name in missing)
+        listing = ", ".join(f"{shown_flag(name)} {getattr(args, name)}" for name in missing)
         author = "stock Megatron" if is_stock else "an older release"
         messages.append(
             f"The checkpoint was written by {author} and does not say what it was trained with. "
@@ -239,7 +237,7 @@ def _is_stock(stored: Namespace) -> bool:
 def _differences(names: Iterable[str], stored: Namespace, args: Namespace) -> list[Difference]:
     """Compare attributes; one that either side lacks is not compared."""
     return [
-        Difference(_flag(name), getattr(stored, name), getattr(args, name))
+        Difference(shown_flag(name), getattr(stored, name), getattr(args, name))
         for name in names
         if _of(stored, name, _ABSENT) is not _ABSENT
         and _of(args, name, _ABSENT) is not _ABSENT
@@ -259,10 +257,6 @@ def _plain(value: Any) -> Any:
 
 def _of(namespace: Namespace, name: str, default: Any = None) -> Any:
     return getattr(namespace, name, default)
-
-
-def _flag(name: str) -> str:
-    return MEGATRON_FLAGS.get(name, MegatronFlag()).shown or flag_name(name)
 
 
 def _activation(namespace: Namespace) -> str | None:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.known_flags import shown_flag
 from megatron_switch.training.arguments.parser import CommandLine
 from megatron_switch.training.arguments.t5 import fill_t5
 
@@ -111,25 +112,25 @@ def _fill_cpu(line: CommandLine, set_here: _Setter) -> None:
     set_here("distributed_backend", "gloo", "--distributed-backend gloo")
     # Loader processes would cost 0.2 GB each and gain nothing where compute is on the CPU too.
     set_here("num_workers", 0, "--num-workers 0")
-    for name, wrong in _NOT_ON_CPU.items():
+    for name in _NOT_ON_CPU:
         if getattr(line.args, name) not in (None, False, "none", []):
             raise ConfigError(
-                f"{wrong} needs a GPU, and this run is on the CPU (--switch-device). Leave "
-                f"{wrong} out."
+                f"{shown_flag(name)} needs a GPU, and this run is on the CPU (--switch-device). "
+                "Leave it out."
             )
 
 
-_NOT_ON_CPU = {
-    "fp8": "--fp8-format",
-    "fp4": "--fp4-format",
-    "async_save": "--async-save",
-    "cuda_graph_impl": "--cuda-graph-impl",
-    "tp_comm_overlap": "--tp-comm-overlap",
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "use_torch_fsdp2": "--use-torch-fsdp2",
-    "optimizer_cpu_offload": "--optimizer-cpu-offload",
-    "profile": "--profile",
-}
+_NOT_ON_CPU = (
+    "fp8",
+    "fp4",
+    "async_save",
+    "cuda_graph_impl",
+    "tp_comm_overlap",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "optimizer_cpu_offload",
+    "profile",
+)
 
 
 def _refuse_engine(line: CommandLine, device: Literal["cuda", "cpu"]) -> None:

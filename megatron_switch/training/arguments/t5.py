@@ -44,7 +44,6 @@ _REFUSED = {
     "reset_position_ids": "A t5 has no positions.",
     "reset_attention_mask": "A sample of a t5 is one sequence.",
     "eod_mask_loss": "The loss counts the whole target.",
-    "create_attention_mask_in_dataloader": "The masks of a t5 follow from its padding.",
     "full_validation": "Say how much to read with --eval-iters.",
     "multiple_validation_sets": "Give one validation set.",
 }
@@ -92,9 +91,8 @@ def check_t5(args: Namespace) -> None:
         )
     for name, reason in _REFUSED.items():
         if getattr(args, name):
-            flag = flag_name(name)
             raise ConfigError(
-                f"{flag} cannot be used with --switch-arch t5. {reason} Leave it out."
+                f"{flag_name(name)} cannot be used with --switch-arch t5. {reason} Leave it out."
             )
     if args.num_experts:
         stacks_of(args)
