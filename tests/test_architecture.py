@@ -57,7 +57,6 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("upstream",),
     # L4: the same, run elsewhere
     ("emulation",),
-    ("rehearsal",),
     ("testing",),
     # L5: the only room that knows Megatron's training loop
     ("training.logs",),
@@ -65,6 +64,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("training.preflight",),
     ("training.loop",),
     ("training",),
+    ("rehearsal",),
     # L6: commands
     ("commands",),
     ("cli",),

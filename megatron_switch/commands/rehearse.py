@@ -52,12 +52,11 @@ def run(options: Namespace) -> int:
     from megatron_switch.rehearsal.ranks import Launch, rehearse_ranks
     from megatron_switch.rehearsal.report import as_json
     from megatron_switch.rehearsal.tables import show
-    from megatron_switch.training.loop.session import rehearse
 
     launch = Launch(options.world_size, options.ranks_per_node, tuple(flags))
     ranks = _ranks(options, flags)
     reports = []
-    for report in rehearse_ranks(launch, ranks, rehearse):
+    for report in rehearse_ranks(launch, ranks):
         reports.append(report)
         if len(ranks) > 1:
             done = f"{len(reports)} of {len(ranks)}"

@@ -1,8 +1,9 @@
-"""The stage on which one rank plays alone: fake groups, fake tensors, and the flags that go there.
+"""Single-rank dry run: fake process groups, fake tensors, and the flags that work with them.
 
-The rank runs the session that a launch runs, with the same checks in the same order. What cannot
-take place without a GPU, without other ranks or without values is changed in one place each:
-flags here, functions in :mod:`megatron_switch.rehearsal.patches`, operators in ``_answers``.
+The rank runs the session that a launch runs, with the same checks in the same order. What does not
+work without a GPU, without other ranks or without values is changed in one place each: flags in
+:class:`DryRun`, functions in :mod:`megatron_switch.rehearsal.patches`, operators in
+``_replaced_operators``.
 
 Nothing is written: no checkpoint, no log, no run folder.
 """
@@ -10,7 +11,7 @@ Nothing is written: no checkpoint, no log, no run folder.
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,19 @@ from torch.utils.data import Dataset
 from megatron_switch.config import SwitchConfig
 from megatron_switch.data.encoder_decoder import KEYS
 from megatron_switch.errors import ConfigError
+from megatron_switch.layout.grid import Layout
 from megatron_switch.rehearsal.collective_trace import COLLECTIVES
-from megatron_switch.rehearsal.fsdp import cut_over_ranks
-from megatron_switch.rehearsal.host_offload import host_memory
-from megatron_switch.rehearsal.observer import Answer, Observation, StepObserver
-from megatron_switch.rehearsal.patches import known_samples, observed_steps, one_of_many_ranks
-from megatron_switch.rehearsal.shape_cache import ShapeMemory
+from megatron_switch.rehearsal.observer import Implementation, Observation, StepObserver
+from megatron_switch.rehearsal.patches import (
+    fsdp_patches,
+    offload_patches,
+    sample_patches,
+    single_rank_patches,
+    step_patches,
+)
+from megatron_switch.rehearsal.shape_cache import ShapeCache
+from megatron_switch.training.loop.hooks import Device, RunHooks
+from megatron_switch.upstream.patching import applied
 from megatron_switch.upstream.private import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -38,7 +46,7 @@ _REFUSED = {
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
 }
-"""Flags that need a GPU's kernels, or decide within Transformer Engine."""
+"""Flags that need a GPU's kernels, or take effect within Transformer Engine."""
 
 _HELD_BACK = (
     "use_megatron_fsdp",
@@ -46,7 +54,7 @@ _HELD_BACK = (
     "use_precision_aware_optimizer",
     "fine_grained_activation_offloading",
 )
-"""What a launch on GPUs may have, while the checks of a run on the CPU would refuse it."""
+"""Flags that a launch on GPUs may have, and that the checks of a run on the CPU would refuse."""
 
 _ENGINE_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 
@@ -60,6 +68,7 @@ _SET: Mapping[str, object] = {
     "profile": False,
     "num_workers": 0,
     "eval_iters": 0,
+    "switch_run_dir": None,
     "save": None,
     "async_save": False,
     "tensorboard_dir": None,
@@ -67,154 +76,111 @@ _SET: Mapping[str, object] = {
     "switch_metrics_file": None,
     "exit_signal_handler": False,
 }
-"""What a rehearsed rank has, whatever its flags say: it neither writes nor evaluates."""
+"""Values of a rehearsed rank, whatever its flags say: it neither writes nor evaluates."""
+
+ReportStep = Callable[[Observation, Sequence[str], Namespace], None]
+"""Receives the observation of a step, what the session printed about the flags, the arguments."""
 
 
-Report = Callable[[Observation, Sequence[str], Namespace], None]
-"""Receives what was seen of a step, what the session noted of the flags, Megatron's arguments."""
-
-
-class Observed:
-    """What the training session does otherwise while its second step is watched: nothing more.
+class ObservedRun(RunHooks):
+    """A run as it is, that ends after its second step, which is observed.
 
     Args:
         report: Called once, before the session ends by SystemExit.
-        observer: What watches; another one answers some operators itself.
+        observer: Observes; another one may run some operators in its own way.
     """
 
-    dispatch_of: Literal["cuda", "cpu"] = "cpu"
-    """The device for which ``--switch-dispatch auto`` is resolved."""
-
-    def __init__(self, report: Report, observer: StepObserver | None = None) -> None:
+    def __init__(self, report: ReportStep, observer: StepObserver | None = None) -> None:
         self._observer = observer or StepObserver()
         self._report = report
 
-    def prepare(self, args: Namespace) -> None:
-        """Change parsed arguments, in place."""
-
-    def check(self, switch: SwitchConfig, args: Namespace) -> None:
-        """Refuse what cannot take place here; Switch settings are resolved."""
-
-    def validated(self, args: Namespace) -> None:
-        """Change arguments that Megatron has checked, in place."""
-
-    def surroundings(self) -> AbstractContextManager[None]:
-        """Return the block around the whole session."""
-        return nullcontext()
-
     @contextmanager
-    def on_stage(self, args: Namespace, notes: Sequence[str]) -> Iterator[None]:
-        """Watch while Megatron trains.
-
-        Args:
-            args: Validated arguments.
-            notes: What the session has to say of the flags.
-        """
+    def training(self, args: Namespace, notes: Sequence[str]) -> Iterator[None]:
+        """Observe while Megatron trains."""
 
         def report(observation: Observation) -> None:
             self._report(observation, notes, args)
 
-        with observed_steps(self._observer, report), self.tensors(), self._observer:
+        with applied(step_patches(self._observer, report)), self.tensors(), self._observer:
             yield
 
     def tensors(self) -> AbstractContextManager[Any]:
         """Return the block in which tensors are made."""
         return nullcontext()
 
-    def datasets(self, args: Namespace) -> Callable[..., Any] | None:
-        """Return what provides Megatron with data sets; None for those of a run."""
-        return None
 
+class DryRun(ObservedRun):
+    """One rank without the others, on tensors without values; nothing is written.
 
-class Rehearsal(Observed):
-    """What the session does otherwise for a rank that plays alone, on tensors without values."""
+    Args:
+        report: As for :class:`ObservedRun`.
+    """
 
-    dispatch_of = "cuda"
-
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReportStep) -> None:
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._has_experts = False
         self._held_back: dict[str, bool] = {}
-        super().__init__(report, StepObserver(_answers(), ShapeMemory(self._fakes).run))
+        super().__init__(report, StepObserver(_replaced_operators(), ShapeCache(self._fakes).run))
 
-    def prepare(self, args: Namespace) -> None:
+    def session(self) -> AbstractContextManager[None]:
+        """Return the block around the whole session, in which no other rank exists."""
+        return applied(single_rank_patches(lambda: self._has_experts))
+
+    def arguments_parsed(self, args: Namespace) -> None:
         """Change parsed arguments, in place, to what a rehearsal can run.
 
         Raises:
             ConfigError: A flag cannot be rehearsed.
         """
-        self._has_experts = bool(args.num_experts)
-        for name, flag in _REFUSED.items():
-            if getattr(args, name):
-                raise ConfigError(
-                    f"{flag} cannot be rehearsed: it needs kernels of a GPU, or Transformer "
-                    "Engine, which takes no tensors without values. Leave it out to rehearse the "
-                    "rest."
-                )
-        if args.context_parallel_size > 1:
-            raise ConfigError(
-                "Context parallelism cannot be rehearsed, because its attention is Transformer "
-                f"Engine's: got --context-parallel-size {args.context_parallel_size}. Rehearse "
-                "with 1, or ask the planner."
-            )
-        self._held_back = {name: getattr(args, name) for name in _HELD_BACK}
-        if args.fine_grained_activation_offloading:
-            _check_offloading(args)
-        for name, value in {**_SET, **dict.fromkeys(_HELD_BACK, False)}.items():
-            setattr(args, name, value)
 
-    def check(self, switch: SwitchConfig, args: Namespace) -> None:
+    def dispatch_device(self, device: Device) -> Device:
+        """Return the device of the launch."""
+        return "cuda"
+
+    def settings_resolved(self, args: Namespace, switch: SwitchConfig) -> None:
         """Refuse routing whose shapes depend on values.
 
         Raises:
             ConfigError: Tokens are packed.
         """
-        args.use_megatron_fsdp = self._held_back["use_megatron_fsdp"]
-        if not args.num_experts or switch.dispatch == "padded":
-            return
-        raise ConfigError(
-            "Packed dispatch cannot be rehearsed, because how many tokens travel is known only "
-            "when real ones are routed: got --switch-dispatch "
-            f"{args.switch_dispatch}, --switch-capacity-group {switch.capacity_group}, "
-            f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor}. Rehearse with "
-            "--switch-dispatch padded, a group other than ep and positive capacity factors."
-        )
 
-    def validated(self, args: Namespace) -> None:
-        """Let the launch have what Megatron would have refused beside plain torch modules."""
+    def arguments_validated(self, args: Namespace) -> None:
+        """Restore flags of the launch that Megatron would have refused for a run on the CPU."""
         for name, value in self._held_back.items():
             setattr(args, name, value)
 
-    def surroundings(self) -> AbstractContextManager[None]:
-        """Return the block around the whole session: there is no other rank in it."""
-        return one_of_many_ranks(lambda: self._has_experts)
+    def find_finished(self, args: Namespace) -> None:
+        """Return None: the step of a finished run can be rehearsed too."""
+
+    def check_memory(self, args: Namespace, layout: Layout, device: Device) -> None:
+        """Refuse nothing: tensors without values take no memory of this machine."""
 
     @contextmanager
-    def on_stage(self, args: Namespace, notes: Sequence[str]) -> Iterator[None]:
-        """Watch while Megatron trains."""
-        args.load = None  # what it would load was checked, and has no values to give
-        # Rank 0 alone knows whether there are data, and cannot tell.
+    def training(self, args: Namespace, notes: Sequence[str]) -> Iterator[None]:
+        """Observe while Megatron trains."""
+        args.load = None  # the checkpoint was checked, and has no values to give
+        # Only rank 0 finds out whether there are data, and cannot broadcast it.
         args.do_train = True
-        sizes = {key: (args.micro_batch_size, *zeros.shape) for key, zeros in _sample(args).items()}
-        with known_samples(sizes), self._savings(args), super().on_stage(args, notes):
-            yield
-
-    @contextmanager
-    def _savings(self, args: Namespace) -> Iterator[None]:
-        """Let Megatron keep tensors elsewhere than on this rank's device, as flags say."""
+        shapes = {
+            key: (args.micro_batch_size, *zeros.shape) for key, zeros in _sample(args).items()
+        }
         memory = self._observer.memory
         with ExitStack() as stack:
+            stack.enter_context(applied(sample_patches(shapes)))
             if args.optimizer_cpu_offload or args.fine_grained_activation_offloading:
-                stack.enter_context(host_memory(memory))
+                stack.enter_context(applied(offload_patches(memory)))
             if args.use_megatron_fsdp:
-                stack.enter_context(cut_over_ranks(memory))
+                stack.enter_context(applied(fsdp_patches(memory)))
+            stack.enter_context(super().training(args, notes))
             yield
 
     def tensors(self) -> AbstractContextManager[Any]:
         """Return the block in which tensors have no values."""
         return self._fakes
 
-    def datasets(self, args: Namespace) -> Callable[..., Any]:
+    def datasets_provider(
+        self, args: Namespace, provider: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Return what provides Megatron with data sets of the right sizes and shapes, all zeros."""
 
         def provide(num_samples: list[int], vp_stage: int | None = None) -> list[_Zeros | None]:
@@ -225,7 +191,7 @@ class Rehearsal(Observed):
 
 
 def _check_offloading(args: Namespace) -> None:
-    """Refuse what a launch would refuse, and activations that no rehearsed module has."""
+    """Refuse what a launch would refuse, and activations of modules that are not rehearsed."""
     if args.transformer_impl == "local":
         raise ConfigError(
             "Megatron offloads activations only beside Transformer Engine, got "
@@ -268,26 +234,26 @@ def _sample(args: Namespace) -> dict[str, Tensor]:
     return sample
 
 
-def _answers() -> dict[Any, Answer]:
-    """Return what is done in the place of operators that need other ranks, or values."""
+def _replaced_operators() -> dict[Any, Implementation]:
+    """Return implementations of the operators that need other ranks, or values."""
     return {
-        **dict.fromkeys(COLLECTIVES, _done_at_once),
-        torch.ops.aten._local_scalar_dense.default: _read,
-        # Asked more often than all others together; the long way round gives the same.
+        **dict.fromkeys(COLLECTIVES, _complete_at_once),
+        torch.ops.aten._local_scalar_dense.default: _read_scalar,
+        # Called more often than all others together; torch's own way takes longer.
         torch.ops.prim.device.default: lambda op, args, kwargs: args[0].fake_device,
     }
 
 
-def _done_at_once(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a collective returns, finished: its first tensors where it returns any."""
+def _complete_at_once(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a collective returns, completed: its first tensors where it returns any."""
     work = FakeWork().boxed()
     return work if len(operator_schema(op).returns) == 1 else (args[0], work)
 
 
-def _read(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return a number that the host reads: what it is if that was known before, or else a guess.
+def _read_scalar(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return a number that the host reads: its value where a fake tensor knows it, else a guess.
 
-    True, that states agree; 0, that nothing was counted; 1.0, which as a norm is one that clips.
+    The guesses: True, states agree; 0, nothing was counted; 1.0, a norm that is clipped.
     """
     try:
         return op(*args, **kwargs)

@@ -1,123 +1,80 @@
-"""Every patch that a rehearsal applies, and the blocks that apply them.
+"""Every patch that a rehearsal applies; each list is applied by a block of its own.
 
-Three lists, all hash-checked and undone when their block is left:
-
-* :func:`observed_steps` replaces Megatron's training step by one that is taken twice, watched the
-  second time, and ends training there. It serves a real run as well as a rehearsal.
-* :func:`one_of_many_ranks` answers what a process without other ranks, on tensors without values,
-  cannot do. What is answered has no part in a step's memory or messages: groups of other ranks,
-  objects of other ranks, times, random states.
-* :func:`known_samples` tells a rank the shapes of the data that another one reads for it.
+:func:`step_patches`
+    Megatron's training step is taken twice, observed the second time, and ends the run. They serve
+    a real run as well as a rehearsal.
+:func:`single_rank_patches`
+    What a process without other ranks, on tensors without values, cannot do. The answers have no
+    part in a step's memory or messages: groups of other ranks, objects of other ranks, times,
+    random states.
+:func:`sample_patches`
+    A rank knows the shapes of the data that another one reads for it.
+:func:`offload_patches`
+    Megatron offloads to a host whose memory is counted apart.
+:func:`fsdp_patches`
+    Megatron-FSDP finds out which ranks share what with small tensors of rank numbers, which must
+    have values; and it frees gathered weights without an operator, which must be counted.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
+from megatron_switch.rehearsal.host_offload import HostAndDevice
+from megatron_switch.rehearsal.memory import LiveMemory
 from megatron_switch.rehearsal.observer import Observation, StepObserver
-from megatron_switch.upstream.patching import Patch, applied
+from megatron_switch.upstream.patching import Patch
+from megatron_switch.upstream.private import without_dispatch_modes
 
 _ALONE = "the other ranks are not there to answer"
-_MOST_DIMS = 5  # how many sizes Megatron sends of each entry
+_NO_VALUES = "a rehearsed tensor has no values"
+_ONE_DEVICE = "it looks for CUDA tensors, and a rehearsed tensor is the CPU's"
+_RANKS = "rank numbers must have values"
+
+_SIZES_PER_ENTRY = 5
+"""How many sizes Megatron sends of each entry of a sample."""
 _EXPERT_WEIGHTS = (None, True)
 """Megatron's key of the experts' parameters: nothing overridden, and of experts."""
 
-_NO_VALUES = "a rehearsed tensor has no values"
-
-
-@contextmanager
-def observed_steps(observer: StepObserver, report: Callable[[Observation], None]) -> Iterator[None]:
-    """Let training end after its second step, and hand over what was seen of that step.
-
-    Args:
-        observer: Entered already when the model is built.
-        report: Called once, before training ends by :class:`SystemExit` with code 0.
-
-    Raises:
-        UpstreamError: The installed Megatron-Core is not what the patch was checked against.
-    """
-    with applied(step_patches(observer, report)):
-        yield
-
-
-@contextmanager
-def one_of_many_ranks(others_have_experts: Callable[[], bool]) -> Iterator[None]:
-    """Answer for the ranks that are not there, for the length of a block.
-
-    Args:
-        others_have_experts: Whether the model has experts, once that is known.
-
-    Raises:
-        UpstreamError: The installed torch or Megatron-Core is not what the patches were checked
-            against; nothing has been changed.
-    """
-    with applied(rehearsal_patches(others_have_experts)):
-        yield
-
-
-@contextmanager
-def known_samples(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """Let every rank know the shapes of a micro-batch, which others would be told by the first.
-
-    Args:
-        shapes: Shape of each entry of a micro-batch.
-
-    Raises:
-        UpstreamError: The installed Megatron-Core is not what the patch was checked against.
-    """
-    with applied(sample_patches(shapes)):
-        yield
-
-
-def sample_patches(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Patch, ...]:
-    """Return the patches of :func:`known_samples`, without applying them."""
-
-    def sizes(keys: Sequence[str], data: Any, tp_group: Any = None) -> Any:
-        group = mpu.get_tensor_model_parallel_group() if tp_group is None else tp_group
-        told = torch.zeros(len(keys) * _MOST_DIMS, dtype=torch.int64, device="cuda")
-        dist.broadcast(told, dist.get_process_group_ranks(group)[0], group=group)
-        found = {key: list(shapes[key]) for key in keys}
-        counts = {key: math.prod(size) for key, size in found.items()}
-        return found, counts, sum(counts.values())
-
-    return (
-        Patch(
-            "megatron.core.tensor_parallel.data:_build_key_size_numel_dictionaries",
-            f"it reads the sizes that the first rank sends, and {_NO_VALUES}",
-            sizes,
-            sha256=("7ab1ec340cdb6aa60da41b19e75d127b2c30fa7c4ad678029f727e8276e78ec7",),
-        ),
-    )
+_OPTIMIZER = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer."
+_ACTIVATIONS = "megatron.core.pipeline_parallel.fine_grained_activation_offload:"
+_FSDP = "megatron.core.distributed.fsdp."
+_FSDP_BUFFER = f"{_FSDP}src.megatron_fsdp.param_and_grad_buffer:"
+_DEVICE_MESH = "torch.distributed.device_mesh:DeviceMesh."
 
 
 def step_patches(
     observer: StepObserver, report: Callable[[Observation], None]
 ) -> tuple[Patch, ...]:
-    """Return the patches of :func:`observed_steps`, without applying them."""
+    """Let training end after its second step.
 
-    def observed(original: Callable[..., Any]) -> Callable[..., Any]:
-        return _observed(original, observer, report)
-
+    Args:
+        observer: Entered already when the model is built.
+        report: Receives the observation of that step, before :class:`SystemExit` with code 0.
+    """
     return (
         Patch(
             "megatron.training.training:train_step",
-            "one step is to be watched, after one that lets the optimizer allocate its state",
-            wrapper=observed,
+            "one step is to be observed, after one that lets the optimizer allocate its state",
+            wrapper=lambda original: observer.observing(original, report),
             sha256=("68989d425b2300aa0b193d9c93c881775be99bd3c70aeb4fe9d9b9f4c0671726",),
         ),
     )
 
 
-def rehearsal_patches(others_have_experts: Callable[[], bool]) -> tuple[Patch, ...]:
-    """Return the patches of :func:`one_of_many_ranks`, without applying them."""
+def single_rank_patches(others_have_experts: Callable[[], bool]) -> tuple[Patch, ...]:
+    """Answer for the ranks that do not exist.
+
+    Args:
+        others_have_experts: Whether the model has experts, once that is known.
+    """
     return (
         Patch(
             "torch.distributed:new_group",
@@ -129,7 +86,7 @@ def rehearsal_patches(others_have_experts: Callable[[], bool]) -> tuple[Patch, .
             _ALONE,
             partial(_all_like_this_one, others_have_experts),
         ),
-        Patch("torch.nn:Module._apply", "it exchanges tensors without values, and cannot", _apply),
+        Patch("torch.nn:Module._apply", "it swaps tensors, which fake ones do not allow", _apply),
         Patch(
             "megatron.core.optimizer.clip_grads:l2_norm_impl",
             f"it makes a tensor of numbers that it reads, and {_NO_VALUES}",
@@ -158,65 +115,161 @@ def rehearsal_patches(others_have_experts: Callable[[], bool]) -> tuple[Patch, .
     )
 
 
-def _observed(
-    original: Callable[..., Any], observer: StepObserver, report: Callable[[Observation], None]
-) -> Callable[..., Any]:
-    def train_step(
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        optimizer: Any,
-        opt_param_scheduler: Any,
-        config: Any,
-        forward_backward_func: Any,
-        **kwargs: Any,
-    ) -> Any:
-        def step(forward_backward: Callable[..., Any]) -> None:
-            original(
-                forward_step_func,
-                data_iterator,
-                model,
-                optimizer,
-                opt_param_scheduler,
-                config,
-                forward_backward,
-                **kwargs,
+def sample_patches(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Patch, ...]:
+    """Let every rank know the shapes of a micro-batch, which the first rank would send.
+
+    Args:
+        shapes: Shape of each entry of a micro-batch.
+    """
+
+    def known_sizes(keys: Sequence[str], data: Any, tp_group: Any = None) -> Any:
+        group = mpu.get_tensor_model_parallel_group() if tp_group is None else tp_group
+        sizes = torch.zeros(len(keys) * _SIZES_PER_ENTRY, dtype=torch.int64, device="cuda")
+        # Broadcast all the same: it is one of the step's messages.
+        dist.broadcast(sizes, dist.get_process_group_ranks(group)[0], group=group)
+        found = {key: list(shapes[key]) for key in keys}
+        counts = {key: math.prod(size) for key, size in found.items()}
+        return found, counts, sum(counts.values())
+
+    return (
+        Patch(
+            "megatron.core.tensor_parallel.data:_build_key_size_numel_dictionaries",
+            f"it reads the sizes that the first rank sends, and {_NO_VALUES}",
+            known_sizes,
+            sha256=("7ab1ec340cdb6aa60da41b19e75d127b2c30fa7c4ad678029f727e8276e78ec7",),
+        ),
+    )
+
+
+def offload_patches(memory: LiveMemory) -> tuple[Patch, ...]:
+    """Let Megatron offload to a host whose memory is counted apart.
+
+    Args:
+        memory: What counts.
+    """
+
+    def moving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def with_two_devices(*args: Any, **kwargs: Any) -> Any:
+            with HostAndDevice(memory):
+                return original(*args, **kwargs)
+
+        return with_two_devices
+
+    def can_be_moved(tensor: Any) -> bool:
+        return not isinstance(tensor, nn.Parameter) and not memory.is_on_host(tensor)
+
+    def releasing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def bulk_offload(self: Any, name: str, forced_released_tensors: list[Tensor]) -> None:
+            with HostAndDevice(memory):
+                original(self, name, forced_released_tensors)
+            for tensor in forced_released_tensors:
+                memory.resized(tensor)
+
+        return bulk_offload
+
+    return (
+        Patch(
+            f"{_OPTIMIZER}_get_sub_optimizer_param_groups",
+            _ONE_DEVICE,
+            wrapper=moving,
+            sha256=("dc36f8e0ea822d462f27917b3842a886f939444c25d5cd340a65d796674fd122",),
+        ),
+        Patch(
+            f"{_OPTIMIZER}_set_sub_optimizer_grads",
+            _ONE_DEVICE,
+            wrapper=moving,
+            sha256=("23db46047e1d3238e8ca29dd74abb8bfc065453945e6c58189226ddaa6ee5724",),
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.utils:set_ideal_affinity_for_current_gpu",
+            "there is no GPU to be near",
+            lambda: None,
+            sha256=("6dd80d888b9cf72191fd384cfdc2d6c6fac5ef62562013c05eb700e025ba982d",),
+        ),
+        Patch(
+            f"{_ACTIVATIONS}ChunkOffloadHandler._can_manage_tensor_for_offload",
+            "it leaves out tensors without values",
+            staticmethod(can_be_moved),
+            sha256=("20d546c67b80fbf7e7a18e8fdff5cd49b6f479d216d4f7590d7a6cceaadb45a1",),
+        ),
+        Patch(
+            f"{_ACTIVATIONS}ChunkOffloadHandler.bulk_offload",
+            "it frees memory of tensors, which must be counted",
+            wrapper=releasing,
+            sha256=("b661c749e88bd20b1d969c1e2615b65390171d9f0c9c5f8c8ab901770f88b46a",),
+        ),
+        *(
+            Patch(
+                f"{_ACTIVATIONS}PipelineOffloadManager.{name}",
+                "it lets Transformer Engine, which is not rehearsed, offload as well",
+                replacement,
+                sha256=(source,),
             )
-
-        def short(*, num_microbatches: int, **named: Any) -> Any:
-            # As many as every schedule can work with: one for each stage. Offloading learns in
-            # its first step what the others are like.
-            fewest = min(num_microbatches, config.pipeline_model_parallel_size)
-            if config.fine_grained_activation_offloading:
-                fewest = num_microbatches
-            return forward_backward_func(num_microbatches=fewest, **named)
-
-        def watched(**named: Any) -> Any:
-            observer.memory.in_forward_backward = True
-            try:
-                return forward_backward_func(**named)
-            finally:
-                observer.memory.in_forward_backward = False
-
-        step(short)
-        _gather_while_computing(model, config)
-        state = observer.begin(model, optimizer)
-        step(watched)
-        report(observer.end(model, state))
-        raise SystemExit(0)
-
-    return train_step
+            for name, replacement, source in (
+                (
+                    "__enter__",
+                    _enter,
+                    "41fd7ed28325be3deeff57bccde3b543619c583b50df4464d742d17ee474a560",
+                ),
+                (
+                    "__exit__",
+                    _leave,
+                    "c475203f7cd2e0e8bd3f50af847a711c564a917bc3ca73543291dc122b0921a5",
+                ),
+            )
+        ),
+    )
 
 
-def _gather_while_computing(model: Sequence[nn.Module], config: Any) -> None:
-    """Let forward passes gather the weights from now on, as Megatron's loop does after one step."""
-    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
-    for chunk in chunks:
-        if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
-            chunk.enable_forward_pre_hook()
-            if chunk.ddp_config.align_param_gather:
-                syncs = [each.start_param_sync for each in chunks]
-                config.param_sync_func = syncs if len(syncs) > 1 else syncs[0]
+def fsdp_patches(memory: LiveMemory) -> tuple[Patch, ...]:
+    """Let Megatron-FSDP work on tensors without values.
+
+    Args:
+        memory: What counts.
+    """
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def resize(tensor: Tensor, *size: Any) -> None:
+            original(tensor, *size)
+            memory.resized(tensor)
+
+        return resize
+
+    def gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+        def allocate_bucket_storage(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with memory.making("gathered"):
+                return original(self, *args, **kwargs)
+
+        return allocate_bucket_storage
+
+    return (
+        Patch(f"{_DEVICE_MESH}__init__", _RANKS, wrapper=_with_values),
+        Patch(f"{_DEVICE_MESH}mesh", _RANKS, wrapper=_property_with_values),
+        Patch(
+            f"{_FSDP}mcore_fsdp_adapter:FullyShardedDataParallel._init_dist_index",
+            _RANKS,
+            wrapper=_with_values,
+            sha256=("71a8eb4fd53bd0ac5e4f32a644a8d9184a1a6e14e7b470bf385dc57ceea28f69",),
+        ),
+        Patch(
+            f"{_FSDP_BUFFER}DataParallelBuffer.allocate_bucket_storage",
+            "whole weights and gradients are counted apart",
+            wrapper=gathering,
+            sha256=("fd379a7dd35732ee5cdddc9a0a01f0473eebed10a04003ba00ef6389047fb4af",),
+        ),
+        Patch(
+            f"{_FSDP_BUFFER}_alloc_storage",
+            "it allocates memory, which must be counted",
+            wrapper=counted,
+            sha256=("6e3eec2dffd9b5c9cd9a50afa7c74a564dcdebe07fec80775bfa71a23d23e352",),
+        ),
+        Patch(
+            f"{_FSDP_BUFFER}_free_storage",
+            "it frees memory, which must be counted",
+            wrapper=counted,
+            sha256=("5da14a49139478d7779dcae1764be01e82bbb82e9a6ca604c6e9f8ccad002501",),
+        ),
+    )
 
 
 def _of_this_rank_only(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,10 +288,10 @@ def _all_like_this_one(
     group: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Answer for the other ranks: they say the same.
+    """Gather objects as if every other rank sent the same as this one.
 
-    But where ranks agree on the optimizer's groups of parameters - pairs of (overrides, of
-    experts) - a stage without experts hears of those of the others.
+    Except where ranks agree on the optimizer's groups of parameters - pairs of (overrides, of
+    experts): there a stage without experts receives the experts' group of the others.
     """
     object_list[:] = [obj] * len(object_list)
     keys = [key for key in obj if isinstance(key, tuple)] if isinstance(obj, list) else []
@@ -262,7 +315,7 @@ def _l2_norm(
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Convert in place, where torch would exchange the tensors and finds others that know them."""
+    """Convert in place: torch would swap the tensors, and refuses where weak references exist."""
     modules = self.modules() if recurse else [self]
     for module in modules:
         for parameter in module._parameters.values():
@@ -275,3 +328,33 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
             if buffer is not None:
                 module._buffers[name] = fn(buffer)
     return self
+
+
+def _enter(self: Any) -> None:
+    if _offloads(self):
+        self.inside_context = True
+        self._saved_tensors_hooks.__enter__()
+
+
+def _leave(self: Any, *args: Any) -> None:
+    if _offloads(self):
+        self.inside_context = False
+        self._saved_tensors_hooks.__exit__()
+
+
+def _offloads(manager: Any) -> bool:
+    chunk = manager.cur_forward_chunk()
+    return chunk is not None and chunk.do_offload
+
+
+def _with_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    def real(*args: Any, **kwargs: Any) -> Any:
+        with without_dispatch_modes():
+            return original(*args, **kwargs)
+
+    return real
+
+
+def _property_with_values(original: property) -> property:
+    assert original.fget is not None
+    return property(_with_values(original.fget))

@@ -1,14 +1,14 @@
 """Rehearsals of several ranks, each in a process of its own that is forked from this one.
 
-A process can be one rank only: groups, random states and Megatron's globals are its own. The parent
-imports what the ranks need, so that a rank starts at once.
+A process can be one rank only: groups, random states and Megatron's globals are per process. The
+parent imports what the ranks need, so that a rank starts at once.
 """
 
 import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -18,14 +18,12 @@ import torch
 
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
-from megatron_switch.rehearsal.dry_run import Observed, Rehearsal
+from megatron_switch.rehearsal.dry_run import DryRun
 from megatron_switch.rehearsal.observer import Observation
 from megatron_switch.rehearsal.report import RankReport, rank_report
+from megatron_switch.training.loop.session import rehearse
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-Session = Callable[[Sequence[str], Observed], None]
-"""The training session's entry for rehearsals: flags, and what is done otherwise."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Launch:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return what a launcher puts into a rank's environment, without any GPU."""
-        queues = os.environ.get(_QUEUES, "8")  # CUDA's own number, where the launcher says none
+        queues = os.environ.get(_QUEUES, "8")  # CUDA's default
         sharded = {_QUEUES: queues} if "--use-megatron-fsdp" in self.flags else {}
         return sharded | {
             "RANK": str(rank),
@@ -53,14 +51,14 @@ class Launch:
             "LOCAL_WORLD_SIZE": str(min(self.ranks_per_node, self.world_size)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0",
-            "CUDA_VISIBLE_DEVICES": "",  # a rank that is rehearsed on a GPU node stays off the GPU
+            "CUDA_VISIBLE_DEVICES": "",  # on a GPU node, use no GPU
         }
 
 
 def sample(world_size: int, *, tp: int, cp: int, pp: int, order: str) -> list[int]:
-    """Return the ranks that stand for all: first, last, and the first of each pipeline stage.
+    """Return ranks that represent all: first, last, and the first of each pipeline stage.
 
-    Where the sizes form no layout it is rank 0 alone, whose session then says why.
+    Where the sizes form no layout it is rank 0 alone, whose session then raises the error.
     """
     try:
         layout = Layout(world_size, tp=tp, cp=cp, pp=pp, etp=1, order=order)
@@ -70,13 +68,12 @@ def sample(world_size: int, *, tp: int, cp: int, pp: int, order: str) -> list[in
     return sorted({*firsts, world_size - 1})
 
 
-def rehearse_ranks(launch: Launch, ranks: Sequence[int], session: Session) -> Iterator[RankReport]:
+def rehearse_ranks(launch: Launch, ranks: Sequence[int]) -> Iterator[RankReport]:
     """Yield the report of each rank, in the order of ``ranks``, one after another.
 
     Args:
         launch: The launch.
         ranks: Ranks to rehearse.
-        session: Called in each rank's process.
 
     Raises:
         SwitchError: What the launch would raise, or what cannot be rehearsed.
@@ -85,10 +82,10 @@ def rehearse_ranks(launch: Launch, ranks: Sequence[int], session: Session) -> It
     sys.stderr.flush()
     for rank in ranks:
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
-            yield process.submit(_rehearse_one, launch, rank, session).result()
+            yield process.submit(_rehearse_one, launch, rank).result()
 
 
-def _rehearse_one(launch: Launch, rank: int, session: Session) -> RankReport:
+def _rehearse_one(launch: Launch, rank: int) -> RankReport:
     os.environ.update(launch.environment(rank))
     torch.set_num_threads(1)
     found: list[RankReport] = []
@@ -108,10 +105,10 @@ def _rehearse_one(launch: Launch, rank: int, session: Session) -> RankReport:
         redirect_stdout(output),
         redirect_stderr(output),
     ):
-        for target in (1, 2):  # what is written past Python's streams
+        for target in (1, 2):  # what C code prints
             os.dup2(output.fileno(), target)
         try:
-            session(launch.flags, Rehearsal(keep))
+            rehearse(launch.flags, DryRun(keep))
         except SystemExit as exit_:
             if not found:
                 raise RuntimeError(_ended(rank, exit_, output)) from exit_

@@ -40,7 +40,7 @@ class _UnknownError(Exception):
     """An argument by which a call cannot be known."""
 
 
-class ShapeMemory:
+class ShapeCache:
     """Runs operators on fake tensors.
 
     Args:

@@ -11,9 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from megatron_switch.emulation.launch import import_megatron, launch
-from megatron_switch.rehearsal.dry_run import Observed
+from megatron_switch.rehearsal.dry_run import ObservedRun
 from megatron_switch.rehearsal.ranks import Launch, rehearse_ranks
 from megatron_switch.rehearsal.report import rank_report
+from megatron_switch.training.loop.session import rehearse
 
 TINY = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -29,9 +30,7 @@ SPARSE = f"{TINY} --num-experts 4"
 def rehearsed(flags, *, world_size=1, ranks=(0,)):
     """Return the reports of rehearsed ranks."""
     import_megatron()
-    from megatron_switch.training.loop.session import rehearse
-
-    return list(rehearse_ranks(Launch(world_size, 8, tuple(shlex.split(flags))), ranks, rehearse))
+    return list(rehearse_ranks(Launch(world_size, 8, tuple(shlex.split(flags))), ranks))
 
 
 def observed(flags, *, world_size=1):
@@ -42,13 +41,11 @@ def observed(flags, *, world_size=1):
 
 
 def _observe(flags, world_size):
-    from megatron_switch.training.loop.session import rehearse
-
     with tempfile.TemporaryDirectory(prefix="switch-observed-") as folder:
 
         def keep(observation, notes, args):
             report = rank_report(observation, ranks_per_node=8, num_experts=args.num_experts)
             (Path(folder) / f"{report.rank}").write_bytes(pickle.dumps(report))
 
-        assert launch(world_size, lambda: rehearse(flags, Observed(keep))) == 0
+        assert launch(world_size, lambda: rehearse(flags, ObservedRun(keep))) == 0
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(world_size)]

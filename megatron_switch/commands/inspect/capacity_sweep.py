@@ -40,7 +40,7 @@ from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
 from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.training.inference.trained_model import TrainedModel, open_trained_model
 from megatron_switch.training.logs.console import Console
-from megatron_switch.training.loop.batch import build_datasets
+from megatron_switch.training.loop.datasets import build_datasets
 from megatron_switch.training.preflight.data import check_token_files
 from megatron_switch.utils.progress import steps_progress
 

@@ -1,9 +1,9 @@
-"""One warning, once, when tokens go on being dropped although training has settled.
+"""One warning when the drop rate stays high after warm-up.
 
 Early in training routing is uneven and drops are normal. What matters is a drop rate that stays
 high after warm-up *and* lies above what even a perfectly balanced router would drop at the same
 capacity. The routers count, exactly, what would be dropped at other capacity factors, so the
-warning can say which factor is enough and what it costs, instead of "try a larger one".
+warning can name the factor that suffices and what it costs, instead of "try a larger one".
 """
 
 from argparse import Namespace
@@ -26,11 +26,13 @@ _ABOVE_BALANCED = 1.25
 _WINDOW = 50
 """Iterations over which rates are averaged."""
 _WORST_LAYERS = 3
+_MIN_WARM_UP = 100
+"""Least iterations before a drop rate says anything about the router."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityFacts:
-    """What the advice is computed from.
+    """Capacity in force, and what one row costs.
 
     Attributes:
         factor: Capacity factor in training.
@@ -108,13 +110,28 @@ class CapacityFacts:
         return f"--moe-expert-capacity-factor {factor}"
 
 
+def drop_watch_of(
+    args: Namespace, switch: SwitchConfig, *, num_sparse_layers: int, say: Callable[[str], None]
+) -> "DropWatch":
+    """Return the watch of a run.
+
+    Args:
+        args: Validated arguments.
+        switch: Switch settings, resolved.
+        num_sparse_layers: Sparse layers in the whole model.
+        say: Prints the warning.
+    """
+    facts = CapacityFacts.of(args, switch, num_sparse_layers=num_sparse_layers)
+    return DropWatch(facts, warm_up=max(args.lr_warmup_iters or 0, _MIN_WARM_UP), say=say)
+
+
 class DropWatch:
-    """Looks at every report and warns at most once.
+    """Reads every routing report and warns at most once.
 
     Args:
         facts: Capacity in force and what a row costs.
-        warm_up: Iterations of the run during which nothing is said.
-        say: Receives the warning.
+        warm_up: Iterations of the run without a warning.
+        say: Prints the warning.
     """
 
     def __init__(self, facts: CapacityFacts, *, warm_up: int, say: Callable[[str], None]) -> None:
@@ -157,7 +174,7 @@ def advice(
         facts: Capacity in force and what a row costs.
         layer_numbers: 1-based numbers of the sparse layers.
         dropped_L: Mean drop rate of each.
-        sweep_dropped_LF: Mean drop rate of each at each factor of the sweep.
+        sweep_dropped_LF: Mean drop rate of each at each factor of ``CAPACITY_FACTOR_SWEEP``.
         iteration: Current iteration.
     """
     worst = dropped_L.argsort(descending=True)[:_WORST_LAYERS].tolist()
@@ -175,7 +192,10 @@ def advice(
     ]
     enough = next((pair for pair in larger if pair[1] <= _GOOD), None)
     if enough is None:
-        balance = "Raise --moe-aux-loss-coeff: the load is too uneven for capacity to mend."
+        balance = (
+            "Raise --moe-aux-loss-coeff: the load is too uneven for a higher capacity factor to "
+            "help."
+        )
         if not larger:
             return text + balance
         factor, rate = larger[-1]

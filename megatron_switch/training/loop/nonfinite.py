@@ -1,23 +1,23 @@
-"""What happens when router logits are no longer numbers: ``--switch-nonfinite``.
+"""What happens when router logits are not finite: ``--switch-nonfinite``.
 
-Once a step, when all gradients are there and before they change a weight, the ranks tell each other
-in which Switch layers the router saw infinity or NaN. The layers note it on the device while they
-route (:mod:`megatron_switch.moe.metrics.routing_counts`), so nothing waits for it; this is the one
-read of the host.
+Once a step, after all gradients are complete and before they change a weight, an all-reduce finds
+the Switch layers whose router saw infinity or NaN on any rank. The layers record it on the device
+while they route (:mod:`megatron_switch.moe.metrics.routing_counts`), so nothing waits for it; this
+is the one read by the host.
 
 raise
-    Training ends, with the layer and the rank where it began. Megatron would find NaN in the
-    gradients, run the step again to tell broken hardware from broken numbers, and in the end leave
-    an exit code.
+    Training ends, with the first layer and rank. Megatron would find NaN in the gradients, run the
+    step again to distinguish faulty hardware from diverged training, and end with an exit code.
 skip
-    The step is left out, as one whose fp16 gradients overflow: no parameter, no moment and no
-    learning rate changes. Megatron's own search for NaN ends the run and is therefore off; steps
-    whose gradients are not finite for another reason are left out as well.
+    The step is skipped, as one whose fp16 gradients overflow: no parameter, no moment and no
+    learning rate changes. Megatron's own check for NaN ends the run and is therefore off; steps
+    whose gradients are not finite for another reason are skipped as well.
 
 A router is judged by the logarithm of its sum of exponentials, which infinity and NaN in any logit
 reach, except a lone minus infinity: that is a probability of zero. Padding does not count.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.training import get_args
 
+from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import NumericError, OneRankNumericError
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
 
@@ -36,10 +37,10 @@ class NonFiniteGuard:
     """Takes the place of Megatron's ``finalize_model_grads_func``, and calls it.
 
     Args:
-        tracker: Holds what the routers noted.
+        tracker: Holds what the routers recorded.
         action: What to do.
-        watch_gradients: Whether to leave out steps of non-finite gradients too; not where a loss
-            scaler does so.
+        watch_gradients: Whether to skip steps of non-finite gradients too; not where a loss scaler
+            does so.
         say: Prints a line, on one rank.
     """
 
@@ -56,8 +57,30 @@ class NonFiniteGuard:
         self._watch_gradients = watch_gradients and action == "skip"
         self._say = say
 
+    @classmethod
+    def of(
+        cls,
+        args: Namespace,
+        switch: SwitchConfig,
+        tracker: SwitchMetricsTracker,
+        say: Callable[[str], None],
+    ) -> "NonFiniteGuard | None":
+        """Return the guard of a run, or None where nothing is to be checked.
+
+        Args:
+            args: Validated arguments.
+            switch: Switch settings.
+            tracker: Holds what the routers recorded.
+            say: Prints a line, on one rank.
+        """
+        # The host cannot read values inside a captured iteration.
+        captured = args.cuda_graph_impl == "full_iteration"
+        if switch.nonfinite == "ignore" or captured or not args.num_experts:
+            return None
+        return cls(tracker, action=switch.nonfinite, watch_gradients=not args.fp16, say=say)
+
     def __call__(self, model: Sequence[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
-        """Look at this step, and complete its gradients.
+        """Check this step, and complete its gradients.
 
         Raises:
             NumericError: Router logits were not finite, and the action is to raise.
@@ -78,21 +101,21 @@ class NonFiniteGuard:
                 self._say(f"{self._verdict(places)} The step is skipped.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NonFiniteGuard":
-        """Return itself: Megatron copies the model's settings, where this is one, for some layers.
+        """Return itself: it stands in the model's settings, which Megatron copies for some layers.
 
         It does so for attention with fewer key heads than tensor ranks.
         """
         return self
 
     def explain(self, error: RuntimeError) -> None:
-        """Say what this rank's routers noted before an error, if anything.
+        """Explain an error by what this rank's routers recorded before it, if anything.
 
-        For errors between the routers and the end of the step, when other ranks may be gone.
+        For errors between the routers and the end of the step, when other ranks may have ended.
 
         Raises:
             OneRankNumericError: From ``error``, if router logits were not finite.
         """
-        # As numbers: a rehearsal guesses that a truth it cannot read is true, and a count 0.
+        # As numbers: a rehearsal, which has no values, takes every bool for true and a count for 0.
         bad_L = self._tracker.not_finite_layers().int().tolist()
         places = {layer: dist.get_rank() for layer, bad in enumerate(bad_L) if bad}
         if places:

@@ -41,7 +41,7 @@ from megatron_switch.moe.metrics.routing_counts import RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine
-from megatron_switch.training.loop.batch import ForwardStep
+from megatron_switch.training.loop.forward_step import ForwardStep
 from megatron_switch.training.loop.global_state import begin_megatron, validate
 from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 from megatron_switch.training.preflight.flags import check_before_megatron

@@ -10,8 +10,8 @@ from megatron_switch.data.padding import PADDING_MASK
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.moe.sequence_shards import SequenceShards
 from megatron_switch.testing.ranks import run_ranks
-from megatron_switch.training.loop import micro_batch
-from megatron_switch.training.loop.micro_batch import (
+from megatron_switch.training.loop import forward_step
+from megatron_switch.training.loop.forward_step import (
     KEYS,
     LOSS_TOKENS,
     read_micro_batch,
@@ -55,7 +55,7 @@ def batch_of(size):
 
 def start(args, **sizes):
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
-    micro_batch.get_args = lambda: args  # in a process of this test alone
+    forward_step.get_args = lambda: args  # in a process of this test alone
     return iter([batch_of(B)] * 4) if reads_data(None) else None
 
 
@@ -114,7 +114,7 @@ def _check_middle(rank):
             num_experts=None,
             create_attention_mask_in_dataloader=False,
         )
-        micro_batch.get_args = lambda: dense
+        forward_step.get_args = lambda: dense
         assert reads_data(None) == (rank != 1)
         nothing = read_micro_batch(data, None, training=True) if rank == 1 else None
     assert torch.equal(got["attention_mask"], batch_of(B)["attention_mask"])
@@ -137,7 +137,7 @@ def _check_loss_tokens(rank):
         got = read_micro_batch(data, None, training=True)
         dense = arguments(pipeline_model_parallel_size=3, num_experts=None)
         dense.calculate_per_token_loss = True
-        micro_batch.get_args = lambda: dense
+        forward_step.get_args = lambda: dense
         without_experts = read_micro_batch(data, None, training=True)
     assert torch.equal(got[LOSS_TOKENS], batch_of(B)["loss_mask"].sum())
     assert without_experts[LOSS_TOKENS] is None

@@ -148,15 +148,15 @@ def break_logits(layer, on_rank):
 def break_loss():
     from megatron.training import get_args
 
-    from megatron_switch.training.loop import batch
+    from megatron_switch.training.loop import forward_step
 
-    masked_loss = batch.masked_loss
+    masked_loss = forward_step.masked_loss
 
     def broken(*given):
         total, *rest = masked_loss(*given)
         return total * (NAN if get_args().curr_iteration == 1 else 1.0), *rest
 
-    batch.masked_loss = broken
+    forward_step.masked_loss = broken
 
 
 EP2 = "--expert-model-parallel-size 2"

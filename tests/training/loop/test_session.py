@@ -123,7 +123,7 @@ def test_a_rank_that_fails_ends_all_and_is_the_first_to_be_read_of(data):
 
 
 def _fail_on_rank_1():
-    from megatron_switch.training.loop.batch import ForwardStep
+    from megatron_switch.training.loop.forward_step import ForwardStep
 
     step = ForwardStep.__call__
 

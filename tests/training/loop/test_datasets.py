@@ -7,8 +7,8 @@ import pytest
 from megatron.core import parallel_state
 from support.number_tokenizer import NumberTokenizer
 
-from megatron_switch.training.loop import t5_batch
-from megatron_switch.training.loop.t5_batch import t5_datasets_provider
+from megatron_switch.training.loop import datasets
+from megatron_switch.training.loop.datasets import t5_datasets_provider
 from megatron_switch.training.preflight import data
 
 
@@ -33,10 +33,10 @@ def arguments(monkeypatch):
             "mock_data": False,
         }
         args = SimpleNamespace(**(values | changes))
-        monkeypatch.setattr(t5_batch, "get_args", lambda: args)
+        monkeypatch.setattr(datasets, "get_args", lambda: args)
         return args
 
-    for module in (t5_batch, data):
+    for module in (datasets, data):
         monkeypatch.setattr(module, "get_tokenizer", NumberTokenizer)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     return make

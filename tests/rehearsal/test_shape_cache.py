@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 from megatron_switch.rehearsal.observer import StepObserver
-from megatron_switch.rehearsal.shape_cache import ShapeMemory
+from megatron_switch.rehearsal.shape_cache import ShapeCache
 
 CALLS = {
     "product": lambda x: x @ x.t(),
@@ -38,14 +38,14 @@ def test_each_call_gives_what_torch_gives_however_often(name):
     with FakeTensorMode():
         expected = described(call(torch.empty(4, 4)))
     mode = FakeTensorMode()
-    with mode, StepObserver(run=ShapeMemory(mode).run):
+    with mode, StepObserver(run=ShapeCache(mode).run):
         for _ in range(3):
             assert described(call(torch.empty(4, 4))) == expected
 
 
 def test_gradients_have_the_shapes_of_their_tensors():
     mode = FakeTensorMode()
-    with mode, StepObserver(run=ShapeMemory(mode).run):
+    with mode, StepObserver(run=ShapeCache(mode).run):
         for _ in range(2):
             layer = torch.nn.Linear(4, 3)
             functional.gelu(layer(torch.empty(5, 4))).sum().backward()
@@ -55,7 +55,7 @@ def test_gradients_have_the_shapes_of_their_tensors():
 
 def test_every_new_result_has_memory_of_its_own_and_views_have_their_bases():
     mode = FakeTensorMode()
-    with mode, StepObserver(run=ShapeMemory(mode).run):
+    with mode, StepObserver(run=ShapeCache(mode).run):
         x = torch.empty(4, 4)
         results = [x + 1 for _ in range(3)]
         assert len({each.untyped_storage()._cdata for each in results}) == 3
@@ -67,5 +67,5 @@ def test_every_new_result_has_memory_of_its_own_and_views_have_their_bases():
 
 def test_what_torch_refuses_is_refused():
     mode = FakeTensorMode()
-    with mode, StepObserver(run=ShapeMemory(mode).run), pytest.raises(RuntimeError):
+    with mode, StepObserver(run=ShapeCache(mode).run), pytest.raises(RuntimeError):
         torch.empty(4, 4) @ torch.empty(3, 3)

@@ -11,9 +11,13 @@ from torch import nn
 
 from megatron_switch.moe.counter_rng import mix
 from megatron_switch.testing.ranks import run_ranks
-from megatron_switch.training.loop import batch
-from megatron_switch.training.loop.batch import ForwardStep, masked_loss, over_context_ranks
-from megatron_switch.training.loop.micro_batch import KEYS
+from megatron_switch.training.loop import forward_step
+from megatron_switch.training.loop.forward_step import (
+    KEYS,
+    ForwardStep,
+    masked_loss,
+    over_context_ranks,
+)
 
 SEED = 7
 NOTHING = dict.fromkeys(KEYS)
@@ -37,11 +41,11 @@ class Rank:
         self.args = Namespace(curr_iteration=0, do_valid=True, multiple_validation_sets=False)
         self.keys = []
         self.step = ForwardStep(seed=SEED, keyed=True)
-        mpu = batch.parallel_state
-        monkeypatch.setattr(batch, "get_args", lambda: self.args)
-        monkeypatch.setattr(batch, "get_num_microbatches", lambda: micro_batches)
-        monkeypatch.setattr(batch, "set_step_key", self.keys.append)
-        monkeypatch.setattr(batch, "read_micro_batch", lambda *_, **__: NOTHING)
+        mpu = forward_step.parallel_state
+        monkeypatch.setattr(forward_step, "get_args", lambda: self.args)
+        monkeypatch.setattr(forward_step, "get_num_microbatches", lambda: micro_batches)
+        monkeypatch.setattr(forward_step, "set_step_key", self.keys.append)
+        monkeypatch.setattr(forward_step, "read_micro_batch", lambda *_, **__: NOTHING)
         monkeypatch.setattr(mpu, "get_data_parallel_rank", lambda: replica)
         monkeypatch.setattr(mpu, "get_data_parallel_world_size", lambda: replicas)
 
@@ -147,7 +151,7 @@ def _check_context_mean(rank, per_token):
     parallel_state.initialize_model_parallel(
         context_parallel_size=size, create_gloo_process_groups=False
     )
-    batch.get_args = lambda: Namespace(calculate_per_token_loss=per_token)
+    forward_step.get_args = lambda: Namespace(calculate_per_token_loss=per_token)
     loss = over_context_ranks(partial(masked_loss, mask_S))
     total, counted, logged = loss(losses_S)
     if per_token:  # Megatron divides by the tokens of all ranks itself

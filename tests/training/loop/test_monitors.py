@@ -7,8 +7,8 @@ import torch
 from support.tiny_run import EXACT, trained
 
 from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, RoutingReport
-from megatron_switch.training.loop import evaluation
-from megatron_switch.training.loop.evaluation import EvaluationProgress, EvaluationReporter
+from megatron_switch.training.loop import monitors
+from megatron_switch.training.loop.monitors import EvaluationProgress, EvaluationReporter
 
 
 def report():
@@ -48,7 +48,7 @@ def ranks(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     make = torch.tensor
-    monkeypatch.setattr(evaluation.torch, "tensor", lambda values, device=None: make(values))
+    monkeypatch.setattr(monitors.torch, "tensor", lambda values, device=None: make(values))
     return answers
 
 
@@ -85,7 +85,7 @@ def test_a_dense_model_has_a_loss_only(capsys, ranks):
 
 def test_weights_and_biases_gets_what_tensorboard_gets(monkeypatch, ranks):
     runs = Log()
-    monkeypatch.setattr(evaluation, "get_wandb_writer", lambda: runs)
+    monkeypatch.setattr(monitors, "get_wandb_writer", lambda: runs)
     reporter(0, None, Log()).write(report(), 7, writer=None)
     reporter(0, None, Log()).write(None, 8, writer=None)
     assert runs.calls == [({"dropped_fraction validation": 0.25}, 7)]
@@ -93,7 +93,7 @@ def test_weights_and_biases_gets_what_tensorboard_gets(monkeypatch, ranks):
 
 def counted(monkeypatch, **changes):
     """Count a whole evaluation of 3 iterations x 2 micro-batches, twice; return what is said."""
-    monkeypatch.setattr(evaluation, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(monitors, "_INTERVAL_S", 0.0)
     values = {
         "eval_iters": 3,
         "eval_global_batch_size": 16,
@@ -128,7 +128,7 @@ def test_a_long_evaluation_is_followed_on_the_screen(data, layout):
     ranks = 2 if layout else 1
 
     def prepare():
-        evaluation._INTERVAL_S = 0.0
+        monitors._INTERVAL_S = 0.0
 
     flags = f"{EXACT} {data} {layout} --eval-iters 3 --eval-interval 4".replace(
         "--save-interval 1", ""
