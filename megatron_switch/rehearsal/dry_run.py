@@ -132,6 +132,25 @@ class DryRun(ObservedRun):
         Raises:
             ConfigError: A flag cannot be rehearsed.
         """
+        self._has_experts = bool(args.num_experts)
+        for name, flag in _REFUSED.items():
+            if getattr(args, name):
+                raise ConfigError(
+                    f"{flag} cannot be rehearsed: it needs kernels of a GPU, or Transformer "
+                    "Engine, which takes no tensors without values. Leave it out to rehearse the "
+                    "rest."
+                )
+        if args.context_parallel_size > 1:
+            raise ConfigError(
+                "Context parallelism cannot be rehearsed, because its attention is Transformer "
+                f"Engine's: got --context-parallel-size {args.context_parallel_size}. Rehearse "
+                "with 1, or ask the planner."
+            )
+        self._held_back = {name: getattr(args, name) for name in _HELD_BACK}
+        if args.fine_grained_activation_offloading:
+            _check_offloading(args)
+        for name, value in {**_SET, **dict.fromkeys(_HELD_BACK, False)}.items():
+            setattr(args, name, value)
 
     def dispatch_device(self, device: Device) -> Device:
         """Return the device of the launch."""
@@ -143,6 +162,16 @@ class DryRun(ObservedRun):
         Raises:
             ConfigError: Tokens are packed.
         """
+        args.use_megatron_fsdp = self._held_back["use_megatron_fsdp"]
+        if not args.num_experts or switch.dispatch == "padded":
+            return
+        raise ConfigError(
+            "Packed dispatch cannot be rehearsed, because the number of tokens sent is known only "
+            "when real ones are routed: got --switch-dispatch "
+            f"{args.switch_dispatch}, --switch-capacity-group {switch.capacity_group}, "
+            f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor}. Rehearse with "
+            "--switch-dispatch padded, a group other than ep and positive capacity factors."
+        )
 
     def arguments_validated(self, args: Namespace) -> None:
         """Restore flags of the launch that Megatron would have refused for a run on the CPU."""
