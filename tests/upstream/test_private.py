@@ -23,7 +23,7 @@ FILES = {
 }
 PATCHES = {"upstream.repairs", "emulation.patches", "emulation.gloo", "rehearsal.patches"}
 """Modules of declared patches and of what they put in the place of a private name."""
-STANDARD_LIBRARY = {"_actions", "_exit"}  # of argparse and of os
+STANDARD_LIBRARY = {"_actions", "_option_string_actions", "_exit"}  # of argparse and of os
 OPERATORS = (torch.ops.aten, torch.ops.c10d)
 
 
