@@ -81,7 +81,6 @@ def test_libraries_do_not_tell_what_is_not_installed(runs):
     assert [str(each.message) for each in heard] == ["something else"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["--num-layers", "3", "-h"]])
 def test_train_helps_with_the_flags_that_are_ours(capsys, words):
     with pytest.raises(SystemExit, match="0"):
@@ -138,6 +137,7 @@ print([name for name in ("torch", "megatron.core") if name in sys.modules])
         (["launch-local", "-n"], 2),
         (["launch-local", "-n", "2", "--num-expert", "8"], 2),
         (["train", "--num-expert", "8"], 2),
+        (["train", "--help"], 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_switch.training.arguments.help import EXAMPLE
+from megatron_switch.commands.train import EXAMPLE
 
 ROOT = Path(__file__).parents[1]
 SMALL = [

@@ -1,6 +1,6 @@
 """Write ``docs/flags.md`` from the code: our flags, the recipes, and how Megatron's are handled.
 
-The names of all flags go to ``train_flags.json``, for commands that do without Megatron. Run it
+All flags go to ``train_flags.json`` too, for commands that do without Megatron. Run it
 after a flag, a recipe or a row of :mod:`megatron_switch.flags.megatron_flags` has changed, or
 another Megatron is used; tests compare both files with what this program would write.
 """
@@ -8,16 +8,20 @@ another Megatron is used; tests compare both files with what this program would 
 import argparse
 import json
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 
 from megatron_switch.config import switch_traits
-from megatron_switch.emulation import import_megatron
 from megatron_switch.flags.argv import attribute_of, flag_name
 from megatron_switch.flags.known_flags import fixed_defaults
 from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
 from megatron_switch.flags.recipes import RECIPES
-from megatron_switch.flags.train_flags import NAMES_FILE, flag_names
-from megatron_switch.training.arguments.parser import SWITCH_DEFAULTS, add_switch_arguments
+from megatron_switch.flags.train_flags import FLAGS_FILE, SWITCH_GROUP, flag_names
+from megatron_switch.training.arguments.parser import (
+    SWITCH_DEFAULTS,
+    add_all_arguments,
+    add_switch_arguments,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
@@ -74,17 +78,51 @@ def page() -> str:
     )
 
 
-def names() -> str:
-    """Return the names of all flags, one on a line of a JSON list."""
-    import_megatron()
-    from megatron.training.arguments import add_megatron_arguments
+def flags_file() -> str:
+    """Return all flags by group as arguments of argparse, one flag on a line of JSON.
 
+    The help texts are those of our own flags; Megatron's are its authors'.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_megatron_arguments(parser)
-    add_switch_arguments(parser)
-    options = {option for action in parser._actions for option in action.option_strings}
-    found = sorted(option[2:] for option in options if option.startswith("--"))
-    return json.dumps(found, indent=0) + "\n"
+    add_all_arguments(parser)
+    groups = []
+    for group in parser._action_groups:
+        lines = [
+            f"{json.dumps(action.option_strings[0])}: {json.dumps(options)}"
+            for action in group._group_actions
+            for options in [_argparse_arguments(action, is_ours=group.title == SWITCH_GROUP)]
+        ]
+        if lines:
+            groups.append(f"{json.dumps(group.title)}: {{\n" + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(groups) + "\n}\n"
+
+
+def _argparse_arguments(action: argparse.Action, *, is_ours: bool) -> dict[str, object]:
+    """Return how to add a flag, without what argparse would do by itself."""
+    name, *also = action.option_strings
+    kind = getattr(action.type, "__name__", "")
+    found: dict[str, object] = {
+        "also": also,
+        "dest": "" if action.dest == attribute_of(name) else action.dest,
+        "action": "",
+        "nargs": action.nargs,
+        "type": kind if kind in ("int", "float") else "",
+        "choices": [_plain(choice) for choice in action.choices or ()],
+        "default": _plain(action.default),
+        "help": action.help if is_ours else None,
+        "metavar": action.metavar,
+    }
+    if action.nargs == 0:
+        is_off_switch = isinstance(action, argparse._StoreFalseAction)
+        found |= {"action": "store_false" if is_off_switch else "store_true", "nargs": None}
+        if action.default is is_off_switch:
+            found["default"] = None
+    return {key: value for key, value in found.items() if value not in (None, "", [])}
+
+
+def _plain(value: object) -> object:
+    """Return a member of an enumeration as it is typed."""
+    return value.name if isinstance(value, Enum) else value
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -144,6 +182,6 @@ def _value(value: object) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in ((PAGE, page()), (NAMES_FILE, names())):
+    for path, text in ((PAGE, page()), (FLAGS_FILE, flags_file())):
         path.write_text(text, encoding="utf-8")
         print(path)

@@ -40,8 +40,12 @@ def model_file(name: str) -> Path:
     return _FOLDER / f"{name}.json" if name in model_names() else Path(name)
 
 
-def read_model(name: str) -> dict[str, object]:
+def read_model(name: str, *, flag: str = "--model") -> dict[str, object]:
     """Return the flags of a named model or of a JSON file.
+
+    Args:
+        name: The model, or the file.
+        flag: What names it, for messages.
 
     Raises:
         ConfigError: If there is neither, or the file is no JSON object of flags.
@@ -49,8 +53,8 @@ def read_model(name: str) -> dict[str, object]:
     path = model_file(name)
     if not path.is_file():
         raise ConfigError(
-            f"--model names a model or a JSON file of flags, and {name} is neither. Models are "
-            f"{', '.join(model_names())}. The pretrain flags themselves can stand after --."
+            f"{flag} names a model or a JSON file of flags, and {name} is neither. Models are "
+            f"{', '.join(model_names())}."
         )
     file = Fields.read(path, "model file")
     flags: dict[str, object] = {}

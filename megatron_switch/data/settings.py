@@ -17,11 +17,11 @@ from megatron_switch.data.tokenizer import (
     FLAGS,
     VOCAB_SIZE_TYPES,
     check_tokenizer_flags,
-    flag_dest,
     training_flags,
 )
 from megatron_switch.data.workspace import Workspace, fingerprint_of
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.train_flags import destination
 
 DEFAULT_SAMPLE_MIB: dict[Algorithm, int] = {"bpe": 16, "unigram": 2}
 """Text to train on: some ten seconds on two cores."""
@@ -97,7 +97,7 @@ class Settings:
         Whether bad input may be left out is not among it: where none was met, it changes nothing,
         and where some was, shards and reports say so.
         """
-        tokenizer = {flag: getattr(self.args, flag_dest(flag)) for flag in FLAGS}
+        tokenizer = {flag: getattr(self.args, destination(flag)) for flag in FLAGS}
         names = [value for value in tokenizer.values() if isinstance(value, str) and value]
         return fingerprint_of(
             {

@@ -2,19 +2,20 @@
 
 The text is tokenised by the object that training builds from the same flags, so that a corpus and
 its training agree by construction. The flags are Megatron's own, with its names, defaults and
-meaning; they stand here as a table because Megatron's parser takes seconds to import, and a test
-compares the two. What a tokenizer needs and does not get is said before Megatron is asked.
+meaning. What a tokenizer needs and does not get is said before Megatron is asked.
 """
 
 import importlib.util
 import os
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_switch.data.quiet import quiet_upstream
 from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.flags.train_flags import add_flag, destination
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
@@ -48,71 +49,32 @@ _NEEDS_PACKAGE = {
 DEFAULT_VOCAB_SIZE = 32_000
 """Number of tokens of a tokenizer that is trained."""
 
-FLAGS: dict[str, dict[str, Any]] = {
-    "--tokenizer-type": {
-        "choices": TOKENIZER_TYPES,
-        "help": "Megatron's name of a tokenizer. Without it, a SentencePiece model is trained on "
-        "the text.",
-    },
-    "--tokenizer-model": {"help": "Model file, or for HuggingFaceTokenizer a folder or a name."},
-    "--vocab-size": {
-        "type": int,
-        "help": "Number of tokens. Default where a tokenizer is trained: "
-        f"{DEFAULT_VOCAB_SIZE}, of one that is given: its own.",
-    },
-    "--vocab-file": {"help": "Vocabulary file of GPT2BPETokenizer and the BERT tokenizers."},
-    "--merge-file": {"help": "BPE merges of GPT2BPETokenizer."},
-    "--tokenizer-metadata": {
-        "dest": "metadata_path",
-        "help": "Megatron's JSON file about the tokenizer, which names its class.",
-    },
-    "--tokenizer-special-tokens": {
-        "dest": "special_tokens",
-        "nargs": "+",
-        "help": "Special tokens to add; TikTokenizer needs seven of its own among them.",
-    },
-    "--tiktoken-pattern": {
-        "choices": ("v1", "v2"),
-        "help": "How TikTokenizer cuts text into words.",
-    },
-    "--tiktoken-num-special-tokens": {
-        "type": int,
-        "default": 1000,
-        "help": "Ids that TikTokenizer keeps for special tokens.",
-    },
-    "--tokenizer-sentencepiece-legacy": {
-        "action": "store_true",
-        "help": "Let special tokens be added to a finished SentencePiece model.",
-    },
-    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": {
-        "dest": "tokenizer_sentencepiece_ignore_extra_whitespaces",
-        "action": "store_false",
-        "help": "Keep repeated spaces with a SentencePiece model that would merge them.",
-    },
-    "--tokenizer-hf-no-use-fast": {
-        "action": "store_true",
-        "help": "Use the slow variant of a Hugging Face tokenizer.",
-    },
-    "--tokenizer-hf-no-include-special-tokens": {
-        "action": "store_true",
-        "help": "Leave out the tokens that a Hugging Face tokenizer puts around a text.",
-    },
-    "--trust-remote-code": {
-        "action": "store_true",
-        "help": "Let a Hugging Face tokenizer run code of its own.",
-    },
-    "--null-tokenizer-eod-id": {
-        "type": int,
-        "help": "End-of-document id of NullTokenizer. Default: the last one.",
-    },
-    "--null-tokenizer-pad-id": {
-        "type": int,
-        "default": -1,
-        "help": "Padding id of NullTokenizer. Default: none.",
-    },
-    "--chat-template": {"help": "Jinja template for conversations; plain text does not use it."},
+FLAGS: Mapping[str, str] = {
+    "--tokenizer-type": "Megatron's name of a tokenizer. Without it, a SentencePiece model is "
+    "trained on the text.",
+    "--tokenizer-model": "Model file, or for HuggingFaceTokenizer a folder or a name.",
+    "--vocab-size": "Number of tokens. Default where a tokenizer is trained: "
+    f"{DEFAULT_VOCAB_SIZE}, of one that is given: its own.",
+    "--vocab-file": "Vocabulary file of GPT2BPETokenizer and the BERT tokenizers.",
+    "--merge-file": "BPE merges of GPT2BPETokenizer.",
+    "--tokenizer-metadata": "Megatron's JSON file about the tokenizer, which names its class.",
+    "--tokenizer-special-tokens": "Special tokens to add; TikTokenizer needs seven of its own "
+    "among them.",
+    "--tiktoken-pattern": "How TikTokenizer cuts text into words.",
+    "--tiktoken-num-special-tokens": "Ids that TikTokenizer keeps for special tokens.",
+    "--tokenizer-sentencepiece-legacy": "Let special tokens be added to a finished SentencePiece "
+    "model.",
+    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": "Keep repeated spaces with a "
+    "SentencePiece model that would merge them.",
+    "--tokenizer-hf-no-use-fast": "Use the slow variant of a Hugging Face tokenizer.",
+    "--tokenizer-hf-no-include-special-tokens": "Leave out the tokens that a Hugging Face "
+    "tokenizer puts around a text.",
+    "--trust-remote-code": "Let a Hugging Face tokenizer run code of its own.",
+    "--null-tokenizer-eod-id": "End-of-document id of NullTokenizer. Default: the last one.",
+    "--null-tokenizer-pad-id": "Padding id of NullTokenizer. Default: none.",
+    "--chat-template": "Jinja template for conversations; plain text does not use it.",
 }
-"""Megatron's tokenizer flags, as arguments of ``add_argument``."""
+"""Megatron's tokenizer flags, and what they mean for text."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +95,9 @@ class Tokenizer:
 def add_tokenizer_arguments(parser: ArgumentParser) -> None:
     """Add Megatron's tokenizer flags to a parser."""
     group = parser.add_argument_group("tokenizer, with Megatron's own flags")
-    for name, options in FLAGS.items():
-        group.add_argument(name, **options)
-
-
-def flag_dest(name: str) -> str:
-    """Return the attribute that a flag of :data:`FLAGS` sets."""
-    dest: str = FLAGS[name].get("dest", name.removeprefix("--").replace("-", "_"))
-    return dest
+    for name, text in FLAGS.items():
+        options = {"choices": TOKENIZER_TYPES} if name == "--tokenizer-type" else {}
+        add_flag(group, name, help=text, **options)
 
 
 def training_flags(args: Namespace) -> list[str]:
@@ -149,8 +106,8 @@ def training_flags(args: Namespace) -> list[str]:
     add_tokenizer_arguments(parser)
     flags: list[str] = []
     for name in FLAGS:
-        value = getattr(args, flag_dest(name))
-        if value == parser.get_default(flag_dest(name)):
+        value = getattr(args, destination(name))
+        if value == parser.get_default(destination(name)):
             continue
         flags.append(name)
         if not isinstance(value, bool):

@@ -1,6 +1,5 @@
 """Tokenizers are Megatron's, from Megatron's flags; what is missing is said before it is asked."""
 
-import argparse
 import base64
 import importlib.util
 import inspect
@@ -11,16 +10,15 @@ from types import SimpleNamespace
 import pytest
 import sentencepiece
 
-from megatron_switch.data import tokenizer as module
 from megatron_switch.data.tokenizer import (
     FLAGS,
     TOKENIZER_TYPES,
     build_tokenizer,
     check_tokenizer_flags,
-    flag_dest,
     training_flags,
 )
 from megatron_switch.errors import ConfigError, DataError
+from megatron_switch.flags.train_flags import destination
 
 TEXT = "switch the router\n  to expert 7: naïve café\n"
 
@@ -104,28 +102,6 @@ def test_the_null_tokenizer_reads_numbers(flags):
     assert tokenizer.built.tokenize("3 1 4\n") == [3, 1, 4]
 
 
-def test_flags_are_megatrons(parse):
-    from megatron.training.argument_utils import ArgumentGroupFactory
-    from megatron.training.config import TokenizerConfig
-
-    theirs = argparse.ArgumentParser()
-    ArgumentGroupFactory(TokenizerConfig).build_group(theirs)
-    ours = argparse.ArgumentParser()
-    module.add_tokenizer_arguments(ours)
-    for name in FLAGS:
-        upstream = theirs._option_string_actions[name]
-        action = ours._option_string_actions[name]
-        assert type(action) is type(upstream), name
-        for attribute in ("dest", "default", "nargs", "const"):
-            assert getattr(action, attribute) == getattr(upstream, attribute), (name, attribute)
-        assert (action.type or str) == (upstream.type or str), name
-        if action.choices is not None:
-            assert set(action.choices) <= set(upstream.choices), name
-    # What is left concerns the model's embedding, not the text.
-    left = {action.dest for action in theirs._actions} - {flag_dest(name) for name in FLAGS}
-    assert left == {"help", "padded_vocab_size", "pad_vocab_size", "vocab_extra_ids"}
-
-
 def test_every_flag_that_megatrons_builder_reads_is_there():
     from megatron.core.tokenizers.utils import build_tokenizer as upstream
 
@@ -137,7 +113,7 @@ def test_every_flag_that_megatrons_builder_reads_is_there():
         "sft_tokenizer_prompt_format",
     }
     assert read - of_images_and_conversations - {"pad_vocab_size"} <= {
-        flag_dest(name) for name in FLAGS
+        destination(name) for name in FLAGS
     }
     others = {"MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer"}
     assert set(upstream.SUPPORTED_TOKENIZERS) - others == set(TOKENIZER_TYPES)

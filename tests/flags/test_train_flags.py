@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,43 @@ import pytest
 from megatron_switch.architecture.model_flags import model_names, read_model
 from megatron_switch.cli import main
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.train_flags import NAMES_FILE, flag_names, refuse_unknown
+from megatron_switch.flags.train_flags import (
+    FLAGS_FILE,
+    add_flag,
+    destination,
+    flag_names,
+    refuse_unknown,
+)
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_flags_doc.py"
 
 
-def test_the_names_are_what_the_tool_would_write():
+def test_the_flags_are_what_the_tool_would_write():
     spec = importlib.util.spec_from_file_location("make_flags_doc", TOOL)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert NAMES_FILE.read_text(encoding="utf-8") == tool.names()
+    assert FLAGS_FILE.read_text(encoding="utf-8") == tool.flags_file()
     assert {"num-layers", "switch-capacity", "use-megatron-fsdp"} <= flag_names()
+
+
+def test_a_flag_is_added_as_the_trainer_has_it():
+    parser = ArgumentParser()
+    for flag in ("--num-layers", "--bf16", "--disable-bias-linear", "--data-path"):
+        add_flag(parser, flag)
+    add_flag(parser, "--tokenizer-type", choices=["NullTokenizer"])
+    assert vars(parser.parse_args([])) == {
+        "num_layers": None,
+        "bf16": False,
+        "add_bias_linear": True,
+        "data_path": None,
+        "tokenizer_type": None,
+    }
+    argv = ["--num-layers", "3", "--bf16", "--disable-bias-linear", "--data-path", "a", "b"]
+    args = parser.parse_args(argv)
+    assert (args.num_layers, args.bf16, args.data_path) == (3, True, ["a", "b"])
+    assert args.add_bias_linear is False
+    assert destination("--disable-bias-linear") == "add_bias_linear"
+    assert destination("--num-layers") == "num_layers"
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.argument_utils import ArgumentGroupFactory
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import add_megatron_arguments, parse_args
 
-from megatron_switch.architecture.model_flags import model_file, model_names
+from megatron_switch.architecture.model_flags import read_model
 from megatron_switch.config import FLAG_PREFIX, SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_name
 from megatron_switch.flags.known_flags import check_values, fixed_defaults
 from megatron_switch.flags.recipes import RECIPES
-from megatron_switch.flags.train_flags import refuse_unknown, suggestion
+from megatron_switch.flags.train_flags import SWITCH_GROUP, refuse_unknown
 
 SWITCH_DEFAULTS: Mapping[str, object] = {
     **fixed_defaults(),
@@ -70,7 +69,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     seen: set[str] = set()
 
     def add_switch_flags(parser: ArgumentParser) -> ArgumentParser:
-        _SwitchFlags(SwitchConfig).build_group(parser, title="Switch Transformer")
+        add_switch_arguments(parser)
         parser.error = _refuse  # type: ignore[method-assign]  # Megatron's 800-line usage helps nobody
         for action in parser._actions:
             if action.choices and all(isinstance(choice, Enum) for choice in action.choices):
@@ -78,7 +77,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         flags = {flag: action for action in parser._actions for flag in action.option_strings}
         refuse_unknown(argv)
         _refuse_yaml(argv)
-        words = [*_model_words(argv, flags), *argv]
+        words = [*_model_argv(argv, flags), *argv]
         seen.update(flags[word].dest for word in _flag_words(words))
         parser.set_defaults(**_defaults(words))
         sys.argv[1:] = words  # what Megatron lets the parser read
@@ -110,7 +109,14 @@ def _member_named(members: Iterable[Enum]) -> Callable[[str], Enum]:
 
 def add_switch_arguments(parser: ArgumentParser) -> None:
     """Add the ``--switch-*`` flags to a parser, for help texts and documentation."""
-    _SwitchFlags(SwitchConfig).build_group(parser, title="Switch Transformer")
+    _SwitchFlags(SwitchConfig).build_group(parser, title=SWITCH_GROUP)
+
+
+def add_all_arguments(parser: ArgumentParser) -> None:
+    """Add Megatron's flags and ours, with the defaults of the recipe ``switch``, for help texts."""
+    add_megatron_arguments(parser)
+    add_switch_arguments(parser)
+    parser.set_defaults(**SWITCH_DEFAULTS, **RECIPES["switch"])
 
 
 class _SwitchFlags(ArgumentGroupFactory):  # type: ignore[misc]
@@ -139,30 +145,27 @@ def _early(flag: str, words: Sequence[str]) -> str | None:
     return value
 
 
-def _model_words(argv: Sequence[str], flags: Mapping[str, Action]) -> list[str]:
-    """Return the flags of the ``--switch-model`` file as words of a command line."""
+def _model_argv(argv: Sequence[str], flags: Mapping[str, Action]) -> list[str]:
+    """Return the flags of the ``--switch-model`` file as argv."""
     name = _early("--switch-model", argv)
     if name is None:
         return []
-    path = model_file(name)
-    model = {"--" + key.lstrip("-").replace("_", "-"): v for key, v in _read_model(path).items()}
-    unknown = sorted(set(model) - set(flags))
-    if unknown:
-        raise ConfigError(
-            f"--switch-model {path} holds names that are no flag: {', '.join(unknown)}."
-            f"{suggestion(unknown[0].removeprefix('--'))}"
-        )
-    return [word for flag, v in model.items() for word in _words(flags[flag], flag, v, path)]
+    model = read_model(name, flag="--switch-model")
+    return [
+        word
+        for flag, value in ((flag_name(key), value) for key, value in model.items())
+        for word in _argv_of_entry(flags[flag], flag, value)
+    ]
 
 
-def _words(action: Action, flag: str, value: object, path: Path) -> list[str]:
+def _argv_of_entry(action: Action, flag: str, value: object) -> list[str]:
     """Return one entry of a model file as it would stand on a command line."""
     takes_value = action.nargs != 0
     if value is None or (value is False and not takes_value):  # as it is by default
         return []
     if isinstance(value, bool) == takes_value:
         rule = "takes a value" if takes_value else "is on or off, so true or false"
-        raise ConfigError(f"--switch-model {path}: {flag} {rule}, got {json.dumps(value)}.")
+        raise ConfigError(f"--switch-model: {flag} {rule}, got {json.dumps(value)}.")
     if not takes_value:
         return [flag]
     if isinstance(value, list) and action.nargs is not None:
@@ -170,26 +173,6 @@ def _words(action: Action, flag: str, value: object, path: Path) -> list[str]:
     # A list as one word is how --moe-layer-freq takes its pattern; it knows no space.
     text = str(value).replace(" ", "") if isinstance(value, list) else str(value)
     return [f"{flag}={text}"]
-
-
-def _read_model(path: Path) -> dict[str, object]:
-    try:
-        flags = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"--switch-model names a model ({', '.join(model_names())}) or a JSON file of Megatron "
-            f"flags; {path} is neither."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--switch-model names a JSON file of Megatron flags; {path} cannot be read: {error}."
-        ) from error
-    if not isinstance(flags, dict):
-        raise ConfigError(
-            f"--switch-model wants a JSON object of flags and values; {path} holds a "
-            f"{type(flags).__name__}."
-        )
-    return flags
 
 
 def _flag_words(argv: Sequence[str]) -> list[str]:

@@ -22,10 +22,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.config import switch_traits
-from megatron_switch.data.tokenizer import FLAGS, flag_dest
+from megatron_switch.data.tokenizer import FLAGS
 from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
 from megatron_switch.flags.recipes import RECIPES
+from megatron_switch.flags.train_flags import destination
 from megatron_switch.training.arguments.parser import CommandLine
 
 
@@ -47,7 +48,7 @@ def model_attributes() -> frozenset[str]:
 
 def tokenizer_attributes() -> frozenset[str]:
     """Return the attributes of Megatron's namespace that decide which tokenizer is used."""
-    return frozenset(flag_dest(flag) for flag in FLAGS)
+    return frozenset(destination(flag) for flag in FLAGS)
 
 
 def with_checkpoint_args(line: CommandLine) -> CommandLine:
