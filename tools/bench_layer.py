@@ -29,12 +29,14 @@ _GPU = Sizes(experts=8, total_tokens=16384, width=2048, ffn=8192, device="cuda",
 SUITES: dict[str, tuple[Sizes, ...]] = {
     "cpu": (
         *(replace(_CPU, experts=experts) for experts in (8, 64, 128)),
+        *(replace(_CPU, experts=experts, accumulate=True) for experts in (8, 64, 128)),
         *(replace(_CPU, experts=experts, without_experts=True) for experts in (8, 128, 2048)),
         replace(_CPU, world=2, threads=1),
         replace(_CPU, world=4, threads=1),
     ),
     "gpu": (
         *(replace(_GPU, experts=experts) for experts in (8, 64, 128)),
+        *(replace(_GPU, experts=experts, accumulate=True) for experts in (8, 64, 128)),
         *(replace(_GPU, experts=experts, without_experts=True) for experts in (8, 128, 2048)),
     ),
 }
@@ -60,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL between ranks")
     add("--dtype", choices=DTYPES, default=_CPU.dtype)
     add("--without-experts", action="store_true", help="only multiply each row by its gate")
+    add("--accumulate", action="store_true", help="add gradients to buffers, as Megatron does")
     add("--only", nargs="+", choices=NAMES, default=NAMES, metavar="LAYER", help=", ".join(NAMES))
     add("--rounds", type=int, default=10, help="passes that are timed")
     add("--warmup", type=int, default=2, help="passes before them")
@@ -88,6 +91,7 @@ def cases_of(args: argparse.Namespace) -> tuple[Sizes, ...]:
             device=args.device,
             dtype=args.dtype,
             without_experts=args.without_experts,
+            accumulate=args.accumulate,
         )
         for experts in args.experts
     )

@@ -16,10 +16,11 @@ import bench_layer
 import pytest
 import torch
 from bench import layers
+from bench.accumulate import GradientBuffers
 from bench.candidate import Candidate
 from bench.check import check
 from bench.floors import build_plain, plain_layer, plain_routing
-from bench.measure import PHASES, phases_ms, time_all
+from bench.measure import PHASES, Pass, phases_ms, time_all
 from bench.memory import memory_of
 from bench.problem import BenchError, Problem, Sizes
 from bench.report import INSIDE_COLUMNS, TIME_COLUMNS, CaseResult, Row
@@ -58,8 +59,9 @@ def test_the_plain_layer_is_the_paper_s():
         (replace(TINY, world=2), set(layers.ONE_RANK)),
         (replace(TINY, without_experts=True), set()),
         (replace(TINY, dtype="bfloat16"), set()),
+        (replace(TINY, accumulate=True), set()),
     ],
-    ids=["experts", "two ranks", "without experts", "bfloat16"],
+    ids=["experts", "two ranks", "without experts", "bfloat16", "accumulated"],
 )
 def test_every_installed_layer_is_checked_and_measured(sizes, left_out):
     result = run_case(sizes, ONCE)
@@ -174,6 +176,37 @@ def test_our_layer_keeps_probabilities_and_tokens_outside_experts_and_integers()
             assert floats <= row.kept_outside_bytes <= floats + 64 * sizes.tokens
 
 
+def test_gradients_are_added_once_by_the_layer_or_for_it():
+    problem = problem_of()
+    plain = build_plain(problem)
+    buffers = GradientBuffers(problem)
+    buffers.attach(plain)
+    run = Pass(plain, problem)
+    for _ in range(2):
+        run()
+    (wi,) = plain.wi
+    assert wi.grad is None
+    added = wi.main_grad.clone()
+    wi.grad_added_to_main_grad = True  # what a layer says that has added its gradient itself
+    run()
+    assert wi.grad is None
+    assert torch.equal(wi.main_grad, added)
+    alone = build_plain(problem)
+    Pass(alone, problem)()
+    torch.testing.assert_close(added, 2 * alone.wi[0].grad)
+
+
+def test_separate_parameters_share_the_buffers_of_their_experts():
+    problem = problem_of()
+    buffers = GradientBuffers(problem)
+    plain = build_plain(problem)
+    apart = replace(plain, wi=[nn.Parameter(each) for each in problem.wi_eFD], wo=[])
+    buffers.attach(plain)
+    buffers.attach(apart)
+    stacked = plain.wi[0].main_grad
+    assert [each.main_grad.data_ptr() for each in apart.wi] == [e.data_ptr() for e in stacked]
+
+
 def test_phases_are_those_of_the_table_and_floors_have_none():
     phases = phases_ms(hooked_candidate(rows=3), problem_of(), rounds=1)
     assert tuple(phases) == PHASES
@@ -266,8 +299,9 @@ def test_the_published_tables_are_these():
     assert {(each.total_tokens, each.width, each.ffn, each.dtype) for each in cpu} == {
         (4096, 512, 2048, "float32")
     }
-    whole = [each.experts for each in cpu if not each.without_experts and each.world == 1]
-    assert whole == [8, 64, 128]
+    whole = [each for each in cpu if not each.without_experts and each.world == 1]
+    assert [each.experts for each in whole if not each.accumulate] == [8, 64, 128]
+    assert [each.experts for each in whole if each.accumulate] == [8, 64, 128]
     assert [each.experts for each in cpu if each.without_experts] == [8, 128, 2048]
     assert [each.world for each in cpu if each.world > 1] == [2, 4]
     assert {each.device for each in bench_layer.SUITES["gpu"]} == {"cuda"}

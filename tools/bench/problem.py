@@ -42,6 +42,8 @@ class Sizes:
     dtype: str = "float32"
     without_experts: bool = False
     """Leave the experts' products out: a row is only multiplied by its gate."""
+    accumulate: bool = False
+    """Add each gradient of a weight to a buffer and drop it, as Megatron does."""
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning.
@@ -86,9 +88,10 @@ class Sizes:
         """The sizes in one line."""
         ranks = f", {self.world} ranks" if self.world > 1 else ""
         part = ", layer without experts" if self.without_experts else f", F {self.ffn}"
+        sums = ", gradients accumulated" if self.accumulate else ""
         return (
             f"E {self.experts}{part}: T {self.total_tokens}, D {self.width}, capacity "
-            f"{self.capacity}, {self.dtype} on {self.device}{ranks}, {self.threads} threads"
+            f"{self.capacity}, {self.dtype} on {self.device}{ranks}, {self.threads} threads{sums}"
         )
 
     def memory_parts(self) -> dict[str, int]:
@@ -103,6 +106,7 @@ class Sizes:
         return {
             "weights": experts * copies + router,
             "gradients": 2 * experts * copies + router,
+            "buffers": 8 * self.experts * self.width * ffn if self.accumulate else 0,
             "activations": itemsize * rows * (6 * self.width + 4 * ffn),
             "maps of tokens by experts": 32 * self.total_tokens * self.experts,
         }

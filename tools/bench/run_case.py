@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from bench.accumulate import GradientBuffers
 from bench.candidate import Candidate
 from bench.check import Agreement, check
 from bench.floors import (
@@ -129,6 +130,10 @@ def measure(problem: Problem, *, how: Passes, only: Sequence[str]) -> CaseResult
     x_TD = problem.tokens_of(problem.rank)
     kept = int(plain_routing(x_TD, problem.router_ED, sizes.capacity).kept_T.sum())
     candidates = [*layers, *_floors(problem, kept)]
+    if sizes.accumulate:
+        buffers = GradientBuffers(problem)
+        for candidate in candidates:
+            buffers.attach(candidate)
     times = time_all(candidates, problem, **asdict(how))
     rows = [
         _row(
