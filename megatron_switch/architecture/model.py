@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 from megatron_switch.architecture.layer_pattern import Stack, stacks_of
 from megatron_switch.flags.argv import attribute_of
+from megatron_switch.layout.model_rules import LayoutConstraints
 from megatron_switch.utils.fields import Fields
 
 ROUTING = (
@@ -226,6 +227,22 @@ class Architecture:
         """Rows of the table of learned positions; 0 without one."""
         learned = self.position_embedding_type == "learned_absolute"
         return self.max_position_embeddings if learned else 0
+
+    @property
+    def constraints(self) -> LayoutConstraints:
+        """What parallel sizes have to divide; sequence and batch are for the caller to add."""
+        return LayoutConstraints(
+            num_experts=self.num_experts or None,
+            num_layers=self.decoder.num_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size,
+            moe_ffn_hidden_size=self.moe_ffn_hidden_size,
+            add_bias_linear=self.add_bias_linear,
+            padded_vocab_size=self.padded_vocab_size or None,
+            one_stage=self.encoder is not None,
+            whole_sequences=self.encoder is not None,
+        )
 
     @classmethod
     def from_args(cls, args: Namespace, *, vocab_size: int | None = None) -> Self:

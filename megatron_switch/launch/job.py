@@ -14,7 +14,7 @@ from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.model_rules import ModelShape
+from megatron_switch.layout.model_rules import LayoutConstraints
 from megatron_switch.layout.nodes import GroupSpread
 from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.validation import validate_layout
@@ -162,12 +162,12 @@ class LaunchJob:
             vp=vp,
             order=TP_PP_DP_ORDER if mapped else DEFAULT_ORDER,
         )
-        return validate_layout(asked, self._shape())
+        return validate_layout(asked, self._constraints())
 
-    def _shape(self) -> ModelShape:
-        """Return what the layout has to divide, as far as flags say it without Megatron."""
+    def _constraints(self) -> LayoutConstraints:
+        """Return what the layout has to divide, as far as flags say it; a checkpoint may add."""
         values = self.values
-        return ModelShape(
+        return LayoutConstraints(
             num_experts=values.integer("num-experts", None),
             num_attention_heads=values.integer("num-attention-heads", None),
             num_query_groups=values.integer("num-query-groups", None),

@@ -20,7 +20,7 @@ _CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class LayoutConstraints:
     """What the layout has to divide; None leaves a value, and its rules, out.
 
     Attributes:
@@ -62,13 +62,13 @@ class ModelShape:
     whole_sequences: bool = False
 
 
-def broken_rules(sizes: Sizes, shape: ModelShape) -> list[BrokenRule]:
-    """Return every rule that ``sizes`` break; empty where they are legal for ``shape``."""
+def broken_rules(sizes: Sizes, given: LayoutConstraints) -> list[BrokenRule]:
+    """Return every rule that ``sizes`` break; empty where they are legal for ``given``."""
     no_grid = broken_grid_rule(sizes)
     if no_grid:  # the model's rules are about DP and EDP too, which do not exist then
         return [no_grid]
     rules = (*DENSE_RULES, *EXPERT_RULES, *JOINT_RULES)
-    return [broken for rule in rules if (broken := rule(sizes, shape)) is not None]
+    return [broken for rule in rules if (broken := rule(sizes, given)) is not None]
 
 
 def uneven_experts(num_experts: int, ep: int) -> BrokenRule | None:
@@ -83,9 +83,9 @@ def uneven_experts(num_experts: int, ep: int) -> BrokenRule | None:
     )
 
 
-def _experts_over_ep(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    if shape.num_experts is not None:
-        return uneven_experts(shape.num_experts, sizes.ep)
+def _experts_over_ep(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    if given.num_experts is not None:
+        return uneven_experts(given.num_experts, sizes.ep)
     if sizes.ep == 1:
         return None
     return BrokenRule(
@@ -95,17 +95,17 @@ def _experts_over_ep(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
     )
 
 
-def _experts_over_etp(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    if shape.num_experts is None or sizes.etp == 1:
+def _experts_over_etp(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    if given.num_experts is None or sizes.etp == 1:
         return None
     source = f"which is {FLAGS['tp']} unless given" if sizes.etp_follows_tp else "as given"
-    if shape.add_bias_linear:
+    if given.add_bias_linear:
         return BrokenRule.of(
             "Experts with a bias cannot be cut over ranks",
             f"{FLAGS['etp']} is {sizes.etp} ({source})",
             f"Add --disable-bias-linear, or set {FLAGS['etp']} 1.",
         )
-    width = shape.moe_ffn_hidden_size
+    width = given.moe_ffn_hidden_size
     if width is None or width % sizes.etp == 0:
         return None
     return BrokenRule.of(
@@ -115,8 +115,8 @@ def _experts_over_etp(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
     )
 
 
-def _experts_need_sequence_parallel(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    if shape.num_experts is None or sizes.tp == 1 or shape.sequence_parallel:
+def _experts_need_sequence_parallel(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    if given.num_experts is None or sizes.tp == 1 or given.sequence_parallel:
         return None
     return BrokenRule(
         "Experts with TP above 1 need sequence parallelism",
@@ -126,8 +126,8 @@ def _experts_need_sequence_parallel(sizes: Sizes, shape: ModelShape) -> BrokenRu
     )
 
 
-def _heads_over_tp(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    heads, groups = shape.num_attention_heads, shape.num_query_groups
+def _heads_over_tp(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    heads, groups = given.num_attention_heads, given.num_query_groups
     if heads is not None and heads % sizes.tp:
         return BrokenRule.of(
             "Attention heads must be a multiple of TP",
@@ -143,8 +143,8 @@ def _heads_over_tp(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
     return None
 
 
-def _width_over_tp(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    width = shape.ffn_hidden_size
+def _width_over_tp(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    width = given.ffn_hidden_size
     if width is None or width % sizes.tp == 0:
         return None
     return BrokenRule.of(
@@ -154,8 +154,8 @@ def _width_over_tp(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
     )
 
 
-def _vocabulary_over_tp(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    rows = shape.padded_vocab_size
+def _vocabulary_over_tp(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    rows = given.padded_vocab_size
     if rows is None or rows % sizes.tp == 0:
         return None
     return BrokenRule.of(
@@ -166,8 +166,8 @@ def _vocabulary_over_tp(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
     )
 
 
-def _stages_of_the_architecture(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    if not shape.one_stage or sizes.pp == 1:
+def _stages_of_the_architecture(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    if not given.one_stage or sizes.pp == 1:
         return None
     return BrokenRule.of(
         "Encoder and decoder of a T5 must be on one pipeline stage",
@@ -176,40 +176,40 @@ def _stages_of_the_architecture(sizes: Sizes, shape: ModelShape) -> BrokenRule |
     )
 
 
-def _layers_over_stages(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
+def _layers_over_stages(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
     chunks = sizes.pp * sizes.vp
-    if sizes.vp > 1 and sizes.pp == 2 and not shape.overlap_p2p:
+    if sizes.vp > 1 and sizes.pp == 2 and not given.overlap_p2p:
         return BrokenRule.of(
             "Virtual pipeline chunks without overlap of pipeline communication need more than two "
             "stages",
             f"{FLAGS['pp']} is 2 with --no-overlap-p2p-communication",
             "Omit --no-overlap-p2p-communication.",
         )
-    if shape.num_layers is None or shape.num_layers % chunks == 0:
+    if given.num_layers is None or given.num_layers % chunks == 0:
         return None
     return BrokenRule.of(
         "Layers must be a multiple of PP x VP",
-        f"--num-layers is {shape.num_layers} and there are {sizes.pp} stages x {sizes.vp} chunks = "
+        f"--num-layers is {given.num_layers} and there are {sizes.pp} stages x {sizes.vp} chunks = "
         f"{chunks}",
-        f"Set --num-layers to {_around(shape.num_layers, chunks)}, or place layers unevenly "
+        f"Set --num-layers to {_around(given.num_layers, chunks)}, or place layers unevenly "
         "(--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, "
         "--pipeline-model-parallel-layout).",
     )
 
 
-def _sequence_over_ranks(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    if sizes.cp > 1 and shape.whole_sequences:
+def _sequence_over_ranks(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    if sizes.cp > 1 and given.whole_sequences:
         return BrokenRule.of(
             "Context parallelism needs Transformer Engine's attention, in a decoder-only model",
             f"{FLAGS['cp']} is {sizes.cp}",
             f"Use --transformer-impl transformer_engine, or set {FLAGS['cp']} 1.",
         )
-    length = shape.seq_length
+    length = given.seq_length
     if length is None:
         return None
-    shards = sizes.cp * (sizes.tp if shape.sequence_parallel else 1)
+    shards = sizes.cp * (sizes.tp if given.sequence_parallel else 1)
     if length % shards:
-        names = "TP x CP" if shape.sequence_parallel else "CP"
+        names = "TP x CP" if given.sequence_parallel else "CP"
         return BrokenRule.of(
             f"The sequence must be a multiple of {names}",
             f"--seq-length is {length} and {names} is {shards}",
@@ -225,9 +225,9 @@ def _sequence_over_ranks(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
     return None
 
 
-def batch_over_replicas(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
+def batch_over_replicas(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
     """Return what is wrong where DP ranks cannot share the batch, or VP chunks take turns in it."""
-    micro, batch = shape.micro_batch_size, shape.global_batch_size
+    micro, batch = given.micro_batch_size, given.global_batch_size
     if micro is None or batch is None:
         return None
     step = micro * sizes.dp
@@ -238,15 +238,15 @@ def batch_over_replicas(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
             f"Set --global-batch-size to {_around(batch, step)}, or change --micro-batch-size.",
         )
     if sizes.vp > 1:
-        return _micro_batches_over_chunks(sizes, shape, batch, step)
+        return _micro_batches_over_chunks(sizes, given, batch, step)
     return None
 
 
 def _micro_batches_over_chunks(
-    sizes: Sizes, shape: ModelShape, batch: int, step: int
+    sizes: Sizes, given: LayoutConstraints, batch: int, step: int
 ) -> BrokenRule | None:
     """Return what Megatron's interleaved schedule would refuse in the first iteration."""
-    micro_batches, group = batch // step, shape.chunk_group or sizes.pp
+    micro_batches, group = batch // step, given.chunk_group or sizes.pp
     made = f"--global-batch-size {batch} makes {micro_batches} micro-batches"
     if micro_batches < sizes.pp:
         return BrokenRule.of(
@@ -272,8 +272,8 @@ def _micro_batches_over_chunks(
     return None
 
 
-def _capacity_group_over_ep(sizes: Sizes, shape: ModelShape) -> BrokenRule | None:
-    if shape.num_experts is None or shape.capacity_group != "ep":
+def _capacity_group_over_ep(sizes: Sizes, given: LayoutConstraints) -> BrokenRule | None:
+    if given.num_experts is None or given.capacity_group != "ep":
         return None
     if (sizes.ep * sizes.etp) % (sizes.tp * sizes.cp) == 0:
         return None
@@ -292,7 +292,7 @@ def _around(value: int, step: int) -> str:
     return f"{below} or {below + step}" if below else str(step)
 
 
-ModelRule = Callable[[Sizes, ModelShape], BrokenRule | None]
+ModelRule = Callable[[Sizes, LayoutConstraints], BrokenRule | None]
 """Returns what is wrong with sizes for a model and batch, or None where the rule holds."""
 
 DENSE_RULES: tuple[ModelRule, ...] = (

@@ -11,24 +11,24 @@ from dataclasses import replace
 
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.model_rules import ModelShape, broken_rules
+from megatron_switch.layout.model_rules import LayoutConstraints, broken_rules
 from megatron_switch.layout.sizes import FLAGS, Sizes, divisors
 from megatron_switch.layout.suggestions import layout_error
 
 
-def validate_layout(sizes: Sizes, shape: ModelShape) -> Layout:
-    """Return the layout of ``sizes`` if it fits ``shape``.
+def validate_layout(sizes: Sizes, given: LayoutConstraints) -> Layout:
+    """Return the layout of ``sizes`` if it fits ``given``.
 
     Args:
         sizes: Parallel sizes as given on the command line.
-        shape: What they have to divide.
+        given: What they have to divide.
 
     Raises:
         LayoutError: If a rule is broken; every one is explained.
     """
-    broken = broken_rules(sizes, shape)
+    broken = broken_rules(sizes, given)
     if broken:
-        is_legal, also = _suggestions(sizes, shape)
+        is_legal, also = _suggestions(sizes, given)
         raise layout_error(broken, sizes, is_legal, also=also)
     return Layout.of(sizes)
 
@@ -56,21 +56,21 @@ def virtual_stages(num_layers: int, pp: int, layers_per_chunk: int) -> int:
 
 
 def _suggestions(
-    asked: Sizes, shape: ModelShape
+    asked: Sizes, given: LayoutConstraints
 ) -> tuple[Callable[[Sizes], bool], Callable[[Sizes], str]]:
     """Return which other sizes may be suggested, and with what flag besides.
 
     More context parallelism than was asked for never is: only some attention has it. Sequence
     parallelism goes with another TP, unless its lack is all that is wrong.
     """
-    with_flag = replace(shape, sequence_parallel=True)
-    may_add = not shape.sequence_parallel and bool(broken_rules(asked, with_flag))
+    with_flag = replace(given, sequence_parallel=True)
+    may_add = not given.sequence_parallel and bool(broken_rules(asked, with_flag))
 
     def needs_flag(other: Sizes) -> bool:
-        return may_add and shape.num_experts is not None and other.tp > 1
+        return may_add and given.num_experts is not None and other.tp > 1
 
     def is_legal(other: Sizes) -> bool:
-        tried = with_flag if needs_flag(other) else shape
+        tried = with_flag if needs_flag(other) else given
         return other.cp <= asked.cp and not broken_rules(other, tried)
 
     return is_legal, lambda other: "--sequence-parallel" if needs_flag(other) else ""

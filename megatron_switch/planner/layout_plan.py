@@ -179,7 +179,7 @@ def _candidates(request: PlanRequest, sizes: Sizes) -> Iterator[tuple[Layout, Tr
     for vp in chunks:
         layout = Layout.of(sizes.changed(vp=vp))
         for micro in micro_batch_sizes:
-            if batch_over_replicas(layout, replace(request.shape, micro_batch_size=micro)):
+            if batch_over_replicas(layout, replace(request.constraints, micro_batch_size=micro)):
                 continue
             for dispatch in dispatches:
                 yield (

@@ -21,8 +21,8 @@ from megatron_switch.layout.model_rules import (
     DENSE_RULES,
     EXPERT_RULES,
     JOINT_RULES,
+    LayoutConstraints,
     ModelRule,
-    ModelShape,
 )
 from megatron_switch.layout.sizes import Sizes, divisors
 
@@ -32,7 +32,7 @@ CHOSEN_SIZES = ("tp", "pp", "cp", "ep", "etp")
 
 def legal_sizes(
     world_size: int,
-    shape: ModelShape,
+    given: LayoutConstraints,
     *,
     fixed: Mapping[str, int] | None = None,
     excluded: Counter[str] | None = None,
@@ -41,7 +41,7 @@ def legal_sizes(
 
     Args:
         world_size: GPUs.
-        shape: What sizes have to divide.
+        given: What sizes have to divide.
         fixed: Sizes that are chosen already, by name; VP is 1 unless it is among them.
         excluded: Is given, by rule, the number of choices of divisors of ``world_size`` that break
             it; of several rules the first one counts.
@@ -50,7 +50,7 @@ def legal_sizes(
     options: dict[str, Sequence[int]] = dict.fromkeys(CHOSEN_SIZES, divisors(world_size))
     options |= {name: [size] for name, size in fixed.items() if name in CHOSEN_SIZES}
     # Without experts ETP cuts nothing; it follows TP.
-    etps = [None] if shape.num_experts is None and "etp" not in fixed else options["etp"]
+    etps = [None] if given.num_experts is None and "etp" not in fixed else options["etp"]
     vp = fixed.get("vp")
     found: list[Sizes] = []
     for pp in options["pp"]:
@@ -59,7 +59,7 @@ def legal_sizes(
                 Sizes(world_size, tp=tp, cp=cp, pp=pp, vp=vp)
                 for tp, cp in product(options["tp"], options["cp"])
             ),
-            shape,
+            given,
             (DENSE_GRID_RULES, DENSE_RULES),
             counter,
             choices=len(options["ep"]) * len(etps),
@@ -68,7 +68,7 @@ def legal_sizes(
             continue
         expert = _passing(
             (Sizes(world_size, pp=pp, ep=ep, etp=etp) for ep, etp in product(options["ep"], etps)),
-            shape,
+            given,
             (EXPERT_GRID_RULES, EXPERT_RULES),
             counter,
             choices=len(dense),
@@ -78,14 +78,14 @@ def legal_sizes(
             Sizes(world_size, tp=one.tp, cp=one.cp, pp=pp, vp=vp, ep=ep, etp=etp)
             for one, (ep, etp) in product(dense, experts)
         )
-        found += _passing(both, shape, (JOINT_GRID_RULES, JOINT_RULES), counter, choices=1)
+        found += _passing(both, given, (JOINT_GRID_RULES, JOINT_RULES), counter, choices=1)
     found.sort(key=attrgetter(*CHOSEN_SIZES))
     return found
 
 
 def _passing(
     candidates: Iterable[Sizes],
-    shape: ModelShape,
+    given: LayoutConstraints,
     rules: tuple[tuple[GridRule, ...], tuple[ModelRule, ...]],
     excluded: Counter[str],
     *,
@@ -96,7 +96,7 @@ def _passing(
     passing = []
     for sizes in candidates:
         broken = next((found for rule in grid_rules if (found := rule(sizes))), None) or next(
-            (found for rule in model_rules if (found := rule(sizes, shape))), None
+            (found for rule in model_rules if (found := rule(sizes, given))), None
         )
         if broken is None:
             passing.append(sizes)

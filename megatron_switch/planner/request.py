@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_switch.architecture.model import Architecture
-from megatron_switch.layout.model_rules import ModelShape
+from megatron_switch.layout.model_rules import LayoutConstraints
 from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.workload import Dispatch, Sharding, Training
 from megatron_switch.planner.hardware.cluster import Hardware
@@ -44,28 +44,19 @@ class PlanRequest:
         return self.nodes * self.hardware.gpus_per_node
 
     @cached_property
-    def shape(self) -> ModelShape:
+    def constraints(self) -> LayoutConstraints:
         """What sizes have to divide."""
-        model, training = self.model, self.training
-        is_t5 = model.encoder is not None
-        return ModelShape(
-            num_experts=model.num_experts or None,
-            num_layers=model.decoder.num_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            ffn_hidden_size=model.ffn_hidden_size,
-            moe_ffn_hidden_size=model.moe_ffn_hidden_size,
-            add_bias_linear=model.add_bias_linear,
-            padded_vocab_size=model.padded_vocab_size,
+        training, own = self.training, self.model.constraints
+        return replace(
+            own,
             seq_length=training.seq_length,
             sequence_parallel=True,
             micro_batch_size=self.fixed.get("micro_batch_size", 1),
             global_batch_size=training.global_batch_size,
             capacity_group=training.capacity.group,
-            one_stage=is_t5,
-            whole_sequences=is_t5 or not training.transformer_engine,
+            whole_sequences=own.whole_sequences or not training.transformer_engine,
         )
 
     def legal_sizes(self, excluded: Counter[str] | None = None) -> list[Sizes]:
         """Return the legal choices of sizes that have the fixed ones."""
-        return legal_sizes(self.world_size, self.shape, fixed=self.fixed, excluded=excluded)
+        return legal_sizes(self.world_size, self.constraints, fixed=self.fixed, excluded=excluded)

@@ -57,7 +57,7 @@ def find_plans(request: PlanRequest, *, count: int = 5) -> BestPlans:
         # Rules that the fixed sizes break by themselves say more than what excludes most.
         fixed = {name: size for name, size in request.fixed.items() if name in FLAGS}
         if request.fixed:
-            validate_layout(Sizes(request.world_size).changed(**fixed), request.shape)
+            validate_layout(Sizes(request.world_size).changed(**fixed), request.constraints)
         raise _no_legal_layout(request)
     best: list[LayoutPlan] = []
     evaluated = 0

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_switch.errors import LayoutError
-from megatron_switch.layout.model_rules import ModelShape
+from megatron_switch.layout.model_rules import LayoutConstraints
 from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.validation import validate_layout
 
@@ -194,7 +194,7 @@ BROKEN = {
 def test_each_rule_says_what_is_wrong_and_what_to_set(name):
     sizes, changes, patterns = BROKEN[name]
     with pytest.raises(LayoutError) as caught:
-        validate_layout(sizes, ModelShape(**{**MODEL, **changes}))
+        validate_layout(sizes, LayoutConstraints(**{**MODEL, **changes}))
     text = str(caught.value)
     for pattern in [r"dense grid:  TP", r"expert grid: ETP", *patterns]:
         assert re.search(pattern, text), f"{pattern}\nis not in\n{text}"
@@ -203,9 +203,9 @@ def test_each_rule_says_what_is_wrong_and_what_to_set(name):
 @pytest.mark.parametrize("name", BROKEN)
 def test_suggestions_satisfy_every_rule_and_not_only_the_broken_one(name):
     sizes, changes, _ = BROKEN[name]
-    shape = ModelShape(**{**MODEL, **changes})
+    given = LayoutConstraints(**{**MODEL, **changes})
     with pytest.raises(LayoutError) as caught:
-        validate_layout(sizes, shape)
+        validate_layout(sizes, given)
     flags = {
         "--tensor-model-parallel-size": "tp",
         "--context-parallel-size": "cp",
@@ -220,4 +220,4 @@ def test_suggestions_satisfy_every_rule_and_not_only_the_broken_one(name):
         if ranks:
             named["world_size"] = int(ranks[1])
         if named:
-            validate_layout(sizes.changed(**named), shape)
+            validate_layout(sizes.changed(**named), given)

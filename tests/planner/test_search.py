@@ -93,8 +93,8 @@ def test_every_plan_fits_and_is_legal():
     for plan in find_plans(asked).best:
         assert plan.memory.total <= asked.hardware.budget
         micro = plan.training.micro_batch_size
-        shape = replace(asked.shape, micro_batch_size=micro)
-        assert validate_layout(plan.layout, shape) == plan.layout
+        given = replace(asked.constraints, micro_batch_size=micro)
+        assert validate_layout(plan.layout, given) == plan.layout
 
 
 @pytest.mark.parametrize("memory_gb", [85.0, 2.3, 2.2, 2.12])

@@ -7,6 +7,7 @@ estimate.
 """
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Literal
 
 import psutil
@@ -18,7 +19,6 @@ from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.model_rules import ModelShape
 from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
 from megatron_switch.layout.validation import validate_layout, virtual_stages
 from megatron_switch.moe.capacity import expert_capacity
@@ -44,14 +44,10 @@ def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
         vp=_virtual_stages(args),
         order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
     )
-    shape = ModelShape(
-        num_experts=args.num_experts or None,
-        num_layers=None if has_uneven_stages(args) else args.num_layers,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        ffn_hidden_size=args.ffn_hidden_size,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
-        add_bias_linear=args.add_bias_linear,
+    own = Architecture.from_args(args).constraints
+    given = replace(
+        own,
+        num_layers=None if has_uneven_stages(args) else own.num_layers,
         seq_length=args.seq_length,
         sequence_parallel=args.sequence_parallel,
         micro_batch_size=args.micro_batch_size,
@@ -60,7 +56,7 @@ def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
         overlap_p2p=args.overlap_p2p_comm,
         capacity_group=switch.capacity_group,
     )
-    return validate_layout(sizes, shape)
+    return validate_layout(sizes, given)
 
 
 def check_model_memory(
