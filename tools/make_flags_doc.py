@@ -14,9 +14,10 @@ from pathlib import Path
 from megatron_switch.config import switch_traits
 from megatron_switch.flags.argv import attribute_of, flag_name
 from megatron_switch.flags.known_flags import fixed_defaults
-from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
+from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS
 from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.flags.train_flags import FLAGS_FILE, SWITCH_GROUP, flag_names
+from megatron_switch.flags.traits import MegatronFlag
 from megatron_switch.training.arguments.parser import (
     SWITCH_DEFAULTS,
     add_all_arguments,

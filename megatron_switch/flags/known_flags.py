@@ -13,8 +13,8 @@ from types import MappingProxyType
 from megatron_switch.config import switch_traits
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_name
-from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
-from megatron_switch.flags.traits import Condition, OnResume, Traits, check_ranges
+from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS
+from megatron_switch.flags.traits import Condition, MegatronFlag, OnResume, Traits, check_ranges
 
 KNOWN_FLAGS: Mapping[str, Traits] = MappingProxyType({**switch_traits(), **MEGATRON_FLAGS})
 """Traits by attribute of Megatron's namespace."""

@@ -1,25 +1,16 @@
 """What this program knows of Megatron's own flags: one row each, in one table.
 
-Every flag of the pinned Megatron that speaks of experts, routers or routing stands here, in one of
-four classes. ``docs/flags.md`` is printed from the table, :mod:`megatron_switch.flags.known_flags`
-checks the command line against it, and a test compares it with Megatron's real parser, so that a
-flag which a newer Megatron brings cannot be ignored silently.
-
-honoured
-    Means with Switch what it means in Megatron, or what its note says.
-fixed
-    Switch leaves no choice: the default is the accepted value, and any other is an error.
-refused
-    Asks for something that a Switch layer does not do: setting it is an error.
-harmless
-    Tunes something that a Switch layer does not have. Accepted, with a warning.
+Every flag of the pinned Megatron that speaks of experts, routers or routing stands here, with what
+is done with it (:data:`megatron_switch.flags.traits.FlagKind`). ``docs/flags.md`` is printed from
+the table, :mod:`megatron_switch.flags.known_flags` checks the command line against it, and a test
+compares it with Megatron's real parser, so that a flag which a newer Megatron brings cannot be
+ignored silently.
 
 All other flags of Megatron are honoured. They have a row if their range is checked, or where a
 checkpoint's value matters.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron_switch.flags.traits import (
     BELOW_ONE,
@@ -29,26 +20,9 @@ from megatron_switch.flags.traits import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
-    Traits,
+    FlagKind,
+    MegatronFlag,
 )
-
-FlagKind = Literal["honoured", "fixed", "refused", "harmless"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronFlag(Traits):
-    """How this program treats one flag of Megatron."""
-
-    kind: FlagKind = "honoured"
-    reason: str = ""
-    """Why, or what it means with Switch; a sentence that stands on its own."""
-    accepted: tuple[object, ...] = ()
-    """The parsed values that are allowed, the default first; empty where all are."""
-    stored: bool | None = None
-    """Whether a model that is opened from its checkpoint takes the value stored there; None: if it
-    is a field of Megatron's ``TransformerConfig``, or another value is another model."""
-    shown: str = ""
-    """How messages name it, where its flag is not its attribute with dashes."""
 
 
 def _honoured(reason: str, *accepted: object, **traits: Any) -> MegatronFlag:

@@ -49,6 +49,20 @@ buffers
 """
 
 
+FlagKind = Literal["honoured", "fixed", "refused", "harmless"]
+"""How a flag of Megatron is treated where layers have experts:
+
+honoured
+    Means with Switch what it means in Megatron, or what its note says.
+fixed
+    Switch leaves no choice: the default is the accepted value, and any other is an error.
+refused
+    Asks for something that a Switch layer does not do: setting it is an error.
+harmless
+    Tunes something that a Switch layer does not have. Accepted, with a warning.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Range:
     """Numbers that a flag may have; infinities and NaN are in no range."""
@@ -119,6 +133,22 @@ class Traits:
     on_resume: OnResume = "free"
     identity: bool = False
     """Whether another value is another run, with a run folder of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronFlag(Traits):
+    """How this program treats one flag of Megatron."""
+
+    kind: FlagKind = "honoured"
+    reason: str = ""
+    """Why, or what it means with Switch; a sentence that stands on its own."""
+    accepted: tuple[object, ...] = ()
+    """The parsed values that are allowed, the default first; empty where all are."""
+    stored: bool | None = None
+    """Whether a model that is opened from its checkpoint takes the value stored there; None: if it
+    is a field of Megatron's ``TransformerConfig``, or another value is another model."""
+    shown: str = ""
+    """How messages name it, where its flag is not its attribute with dashes."""
 
 
 def flag(

@@ -24,9 +24,10 @@ from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.config import switch_traits
 from megatron_switch.data.tokenizer import FLAGS
 from megatron_switch.errors import CheckpointError, ConfigError
-from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS, MegatronFlag
+from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS
 from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.flags.train_flags import destination
+from megatron_switch.flags.traits import MegatronFlag
 from megatron_switch.training.arguments.parser import CommandLine
 
 
