@@ -150,7 +150,7 @@ def test_one_gpu_says_which_sizes_there_are(corpus):
 @pytest.mark.parametrize("missing", ["DATA", "TOKENIZER"])
 def test_an_example_says_what_it_needs(name, missing, corpus):
     given = {**corpus, missing: ""}
-    with pytest.raises(AssertionError, match=rf"{missing}: give .* as in {missing}="):
+    with pytest.raises(AssertionError, match=rf"{missing}: set .* as in {missing}="):
         run_example(name, **given)
 
 

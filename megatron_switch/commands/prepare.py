@@ -4,11 +4,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatron_switch.data.corpus import SKIP_FLAG
-from megatron_switch.data.prepare import prepare
-from megatron_switch.data.prepared import summary
-from megatron_switch.data.settings import DEFAULT_SAMPLE_MIB, SENTINELS_FLAG
-from megatron_switch.data.sources import KNOWN_NAMES
+from megatron_switch.data.preparation.corpus import SKIP_FLAG
+from megatron_switch.data.preparation.input_file import KNOWN_NAMES
+from megatron_switch.data.preparation.prepare import prepare
+from megatron_switch.data.preparation.prepared import summary
+from megatron_switch.data.preparation.settings import DEFAULT_SAMPLE_MIB, SENTINELS_FLAG
 from megatron_switch.data.tokenizer import add_tokenizer_arguments
 from megatron_switch.utils.exit_codes import INTERRUPTED
 
@@ -92,7 +92,7 @@ def run(args: Namespace) -> int:
         prepared = prepare(args)
     except KeyboardInterrupt:
         print(
-            "Interrupted. Finished work is kept: the same command goes on from here.",
+            "Interrupted. Finished work is kept: run the same command to resume.",
             file=sys.stderr,
         )
         return INTERRUPTED

@@ -1,1 +1,1 @@
-"""From text on disk to Megatron's indexed token files."""
+"""Tokenizers, Megatron's indexed token files, and the samples that training reads from them."""

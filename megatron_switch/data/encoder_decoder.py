@@ -1,9 +1,8 @@
 """A training sample of an encoder-decoder, and the special tokens that it is made with.
 
-The decoder reads the target moved one place to the right, behind a start token, and is to say the
-target. Start token and padding are the tokenizer's padding token, as in T5; a tokenizer without one
-gives its end-of-document token. What is padding stands in masks of its own, so no meaning is ever
-read from an id.
+The decoder reads the target shifted right by one, behind a start token, and predicts the target.
+Start token and padding are the tokenizer's padding token, as in T5, or its end-of-document token
+where it has none. Masks say what is padding; it is never inferred from an id.
 
 All entries of a sample are int64, masks too (0 or 1): tensor-parallel ranks get them in one
 broadcast.
@@ -99,7 +98,7 @@ def encoder_decoder_sample(
 
     Args:
         source: Tokens of the encoder, end token included, at most ``source_length``.
-        target: Tokens to be said, at most ``target_length``.
+        target: Tokens to predict, at most ``target_length``.
         source_length: Positions of the encoder.
         target_length: Positions of the decoder.
         special: What fills up and starts.

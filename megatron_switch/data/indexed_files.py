@@ -2,8 +2,8 @@
 
 Megatron maps the files and trusts them: a truncated one shows as an assertion without a name, as
 wrong text, or as an embedding look-up out of range on some rank after hours. These checks read the
-index, and of the tokens a sample, and say which file is wrong and how. They know the files of the
-local disk only.
+index, and of the tokens a sample, and name the file and the fault. Files must be on a local or
+mounted disk.
 
 An index holds, little-endian: 9 bytes of magic, version (u64), token type (u8), number of sequences
 (u64) and of document marks (u64); then per sequence its length (i32) and its byte offset (i64), the
@@ -107,7 +107,7 @@ def _check_index(path: Path) -> IndexedFacts:
     _, version, code, sequences, marks = _HEADER.unpack(header)
     if version != 1 or code not in _TOKEN_TYPES:
         raise _damaged(path, f"version {version} with token type {code} is not known")
-    # With and without a mode per sequence; what is not in the header, only the size can tell.
+    # With and without a mode per sequence: that is not in the header, only the size shows it.
     sizes = [_HEADER.size + (12 + mode) * sequences + 8 * marks for mode in (0, 1)]
     if size not in sizes:
         state = "truncated" if size < sizes[0] else "too long"
@@ -132,7 +132,7 @@ def _check_index(path: Path) -> IndexedFacts:
 
 
 def _check_tokens(path: Path, facts: IndexedFacts, vocab_size: int) -> None:
-    """Look at windows of tokens that lie evenly apart, the first and the last included."""
+    """Check evenly spaced windows of tokens, the first and the last included."""
     tokens_T = np.memmap(path, dtype=facts.dtype, mode="r")
     last_start = max(facts.tokens - _WINDOW_TOKENS, 0)
     for start in np.unique(np.linspace(0, last_start, _WINDOWS).astype(np.int64)):

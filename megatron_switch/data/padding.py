@@ -1,10 +1,9 @@
 """Samples that say which of their positions are padding.
 
-Megatron's data set pads a sample that is too short, replaces the padding token by token 0 and
-leaves a trace in the loss mask only, which is off by one and has other causes besides. A router
-must know: padding takes no expert's slot and counts in no loss. So samples carry one key more,
-``padding_mask``: bool, one entry a position, **True for padding**, the polarity of this whole
-package.
+Megatron's data set pads a sample that is too short and replaces the padding token by token 0. Only
+the loss mask shows it, off by one and mixed with other causes. A router must know, because padding
+takes no expert's slot and counts in no loss. So samples have one more key, ``padding_mask``: bool,
+one entry a position, **True for padding**, as everywhere in this package.
 
 Padding is what the data set appends to the last sequence, every ``pad`` token of the tokenizer that
 is stored in the documents, and a whole sample that only fills up a batch
@@ -59,7 +58,7 @@ class MaskedMockGPTDataset(_Masked, MockGPTDataset):  # type: ignore[misc]
 
 
 class EvenDataset(Dataset[dict[str, torch.Tensor]]):
-    """A data set that all ranks can read equally often: padded with samples of nothing.
+    """A data set that all ranks can read equally often: padded with empty samples.
 
     A pass over a whole validation set gives each rank every n-th sample. Where their number is no
     multiple of n, some ranks would have one step less to do, or none at all, and the others would
@@ -76,7 +75,7 @@ class EvenDataset(Dataset[dict[str, torch.Tensor]]):
         self.split = dataset.split if hasattr(dataset, "split") else dataset.index_split
 
     def __len__(self) -> int:
-        """Return the number of samples, those of nothing included."""
+        """Return the number of samples, empty ones included."""
         return self._length
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
@@ -97,7 +96,7 @@ def without_tokens(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def filled_up(batch: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
-    """Return a batch of ``size`` samples: those given, and samples of nothing.
+    """Return a batch of ``size`` samples: those given, and empty ones.
 
     A last batch may be short, and pipeline stages and tensor ranks wait for tensors of the size
     that was agreed on.

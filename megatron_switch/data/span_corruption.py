@@ -1,15 +1,15 @@
 """Span corruption, T5's objective, over the samples of Megatron's own data sets.
 
-Of every sample some spans are taken out. The source is what remains, with a sentinel in the place
-of each span; the target is the spans, each behind its sentinel. Both end with the end token.
+Some spans of every sample are masked. The source is what remains, with a sentinel in the place of
+each span; the target is the spans, each after its sentinel. Both end with the end token.
 
     text     Thank you for inviting me to your party last week
     source   Thank you <0> me to your party <1> week <end>
     target   <0> for inviting <1> last <end>
 
-The number of tokens taken out and of spans is the same in every sample, so lengths are too; only
-the places differ, drawn by the sample's number: the same in every layout and after a resume. Spans
-never touch, and the first token of a sample is never in one.
+The numbers of masked tokens and of spans are the same in every sample, so lengths are too; only
+the positions differ. They are drawn from the sample's number, so they are the same in every layout
+and after a resume. Spans never touch, and the first token of a sample is never in one.
 
 Samples are Megatron's (``GPTDataset``, blended or not): text of several documents in a row, with
 end-of-document tokens between.

@@ -1,8 +1,7 @@
-"""Whether ``--split`` leaves every split that is read something to read.
+"""Documents of each part of ``--split``, and the refusal of a part that gets none.
 
-Megatron gives each split a range of documents, rounded. A split that is asked for and gets no
-document makes it count epochs of nothing for ever, without a word. The arithmetic is Megatron's;
-what is added is the question.
+Megatron gives each split a range of documents, rounded, and loops forever over the epochs of an
+empty one. The arithmetic is Megatron's.
 """
 
 import math

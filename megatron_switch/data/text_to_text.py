@@ -1,11 +1,11 @@
 """Pairs of texts from JSON lines: what an encoder-decoder is fine-tuned on.
 
-Each line is an object with the strings ``input`` and ``target``; other keys are passed over, blank
-lines too. Anything else is refused, with file and line, before training starts. Lines are read
-where they lie, by offset, and tokenised when they are needed.
+Each line is an object with the strings ``input`` and ``target``; other keys and blank lines are
+ignored. Anything else is refused, with file and line, before training starts. Lines are read by
+offset, and tokenised when they are needed.
 
-A text that is too long loses its end: the source still ends with the end token, the target does
-not, because it does not end there. :func:`count_cut` says how many there are.
+A text that is too long is cut: the source still ends with the end token, the target does not,
+because it does not end there. :func:`count_cut` counts them.
 
 Order: every epoch has a permutation of its own, drawn from (seed, split, epoch), so a sample's
 number is all that its content depends on. A split is a part of one permutation of all lines, drawn
@@ -32,7 +32,7 @@ from megatron_switch.errors import DataError
 SUFFIX = ".jsonl"
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHOWN = 3
-_SPLITTING = 2**31  # apart from every split's number
+_SPLITTING = 2**31  # no split has this number, so the two random streams differ
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def check_pairs(path: Path) -> int:
 def count_cut(
     path: Path, tokenizer: Any, *, source_length: int, target_length: int
 ) -> tuple[str, ...]:
-    """Tokenise a whole checked file, and return what will be cut, in words.
+    """Tokenise a whole checked file, and return messages on what will be cut.
 
     Args:
         path: File of pairs.
@@ -252,9 +252,7 @@ def _refuse_unreadable(path: Path) -> None:
             "--valid-data-path or --test-data-path."
         ) from error
     if start == _GZIP_MAGIC:
-        raise DataError(
-            f"{path} is compressed, and its lines are read where they lie. Unpack it (gunzip)."
-        )
+        raise DataError(f"{path} is compressed, but lines are read by offset. Unpack it (gunzip).")
 
 
 def _pair(line: bytes, where: str) -> Pair:

@@ -2,18 +2,20 @@
 
 The text is tokenised by the object that training builds from the same flags, so that a corpus and
 its training agree by construction. The flags are Megatron's own, with its names, defaults and
-meaning. What a tokenizer needs and does not get is said before Megatron is asked.
+meaning. Flags, packages and files that a tokenizer lacks are refused before Megatron is called.
 """
 
 import importlib.util
+import logging
 import os
+import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_switch.data.quiet import quiet_upstream
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.flags.train_flags import add_flag, destination
 
@@ -161,7 +163,7 @@ def build_tokenizer(args: Namespace) -> Tokenizer:
         DataError: A file is missing or damaged, or the tokenizer cannot end a document.
     """
     check_tokenizer_flags(args)
-    with quiet_upstream():
+    with upstream_warnings_hidden():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as upstream
 
     named = f"--tokenizer-type {args.tokenizer_type}"
@@ -169,7 +171,7 @@ def build_tokenizer(args: Namespace) -> Tokenizer:
         named += f" --tokenizer-model {args.tokenizer_model}"
     flags = Namespace(**{**vars(args), "pad_vocab_size": False})
     try:
-        with quiet_upstream():
+        with upstream_warnings_hidden():
             built = upstream(flags)
         vocab_size = int(built.vocab_size)
     except Exception as error:  # each library has its own; all mean the same to a user
@@ -185,10 +187,27 @@ def build_tokenizer(args: Namespace) -> Tokenizer:
     if not isinstance(eod, int) or not 0 <= eod < vocab_size:
         raise DataError(
             f"The tokenizer of {named} has no token that ends a document (got {eod} of "
-            f"{vocab_size} tokens), and documents must be told apart. Use one with an "
+            f"{vocab_size} tokens), so the ends of documents would be lost. Use one with an "
             "end-of-sentence token."
         )
     return Tokenizer(built, vocab_size, eod)
+
+
+@contextmanager
+def upstream_warnings_hidden() -> Iterator[None]:
+    """Hide what Megatron and torch say about GPUs and ranks, of which preparing needs none.
+
+    Advice to install Apex, or that no rank is known, would only hide what matters.
+    """
+    logger = logging.getLogger("torch.utils.cpp_extension")  # that there is no CUDA runtime
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _check_files(args: Namespace, kind: str) -> None:

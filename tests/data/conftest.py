@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_switch.commands.prepare import add_arguments
-from megatron_switch.data.sentencepiece_model import SentencePieceSettings, train_sentencepiece
+from megatron_switch.data.preparation.sentencepiece_model import (
+    SentencePieceSettings,
+    train_sentencepiece,
+)
 
 WORDS = ("expert", "router", "token", "gate", "slot", "layer", "switch", "train", "load", "drop")
 

@@ -5,7 +5,10 @@ import json
 import pytest
 from support.tiny_run import read_records, run_command, trained
 
-from megatron_switch.data.sentencepiece_model import SentencePieceSettings, train_sentencepiece
+from megatron_switch.data.preparation.sentencepiece_model import (
+    SentencePieceSettings,
+    train_sentencepiece,
+)
 
 pytestmark = pytest.mark.slow
 

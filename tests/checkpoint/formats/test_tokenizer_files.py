@@ -10,7 +10,10 @@ import transformers
 
 from megatron_switch.checkpoint.formats import tokenizer_files
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags, write_tokenizer
-from megatron_switch.data.sentencepiece_model import SentencePieceSettings, train_sentencepiece
+from megatron_switch.data.preparation.sentencepiece_model import (
+    SentencePieceSettings,
+    train_sentencepiece,
+)
 from megatron_switch.errors import CheckpointError
 
 TEXT = Path(shutil.__file__).read_text(encoding="utf-8")

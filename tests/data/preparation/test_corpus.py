@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_switch.data.corpus import find_corpus, library_root, shown, standard_library
+from megatron_switch.data.preparation.corpus import (
+    find_corpus,
+    first_of,
+    library_root,
+    standard_library,
+)
 from megatron_switch.errors import ConfigError, DataError
 
 
@@ -86,7 +91,7 @@ def test_bad_files_are_listed_together_or_left_out(folder):
         r"4 input files cannot be used: .*dangling\.txt cannot be read \(No such file .*\); "
         r".*loop\.txt cannot be read \(Too many levels .*\); "
         r".*binary\.txt is not text: it holds NUL bytes; .*latin\.txt is not UTF-8 text: byte 0 is "
-        r"0xe9\. Mend .* give --skip-bad-input"
+        r"0xe9\. Fix or remove .* give --skip-bad-input"
     )
     with pytest.raises(DataError, match=pattern):
         find_corpus([folder])
@@ -112,8 +117,8 @@ def test_only_bad_files_are_no_corpus(tmp_path):
 
 
 def test_only_the_first_few_of_many_faults_are_shown():
-    assert shown(["a", "b"]) == "a; b"
-    assert shown([str(number) for number in range(8)]) == "0; 1; 2; 3; 4; and 3 more"
+    assert first_of(["a", "b"]) == "a; b"
+    assert first_of([str(number) for number in range(8)]) == "0; 1; 2; 3; 4; and 3 more"
 
 
 def test_a_library_gives_sources_without_packages_and_tests(tmp_path):

@@ -7,7 +7,7 @@ work was interrupted. Division into training and validation is left to Megatron'
 
 Modules: ``settings`` has the flags, ``corpus`` finds files, ``documents`` reads them, ``tokenizer``
 builds Megatron's tokenizers, ``token_shards`` and ``workers`` tokenise, ``workspace`` keeps the
-output folder in order, ``prepared`` says what was made.
+output folder, ``prepared`` describes the result.
 """
 
 import errno
@@ -19,21 +19,21 @@ from dataclasses import asdict, dataclass, replace
 from rich.progress import Progress
 
 from megatron_switch import __version__
-from megatron_switch.data.corpus import Corpus, find_corpus, library_root
 from megatron_switch.data.indexed_files import check_indexed_dataset
-from megatron_switch.data.prepared import SCHEMA, Prepared, from_json
-from megatron_switch.data.sentencepiece_model import train_sentencepiece
-from megatron_switch.data.settings import Settings
-from megatron_switch.data.token_shards import (
+from megatron_switch.data.preparation.corpus import Corpus, find_corpus, library_root
+from megatron_switch.data.preparation.prepared import SCHEMA, Prepared, from_json
+from megatron_switch.data.preparation.sentencepiece_model import train_sentencepiece
+from megatron_switch.data.preparation.settings import Settings
+from megatron_switch.data.preparation.token_shards import (
     Shard,
     ShardRecord,
     ShardWriter,
     plan_shards,
     sample_texts,
 )
+from megatron_switch.data.preparation.workers import write_shards
+from megatron_switch.data.preparation.workspace import Workspace
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_switch.data.workers import write_shards
-from megatron_switch.data.workspace import Workspace
 from megatron_switch.errors import DataError
 from megatron_switch.utils.progress import bytes_bar
 
@@ -55,21 +55,21 @@ def prepare(args: Namespace) -> Prepared:
         args.inputs,
         library=library_root() if args.stdlib else None,
         library_tests=args.stdlib_tests,
-        text_key=settings.how.text_key,
-        skip_bad=settings.how.skip_bad,
+        text_key=settings.options.text_key,
+        skip_bad=settings.options.skip_bad,
         leave_out=args.output,
     )
     _warn_of_unused(args, corpus)
     workspace = Workspace(args.output, settings.fingerprint(corpus))
     job = _Job(settings, corpus, workspace)
     if not args.overwrite and (done := job.finished()):
-        _say(f"--output {args.output} holds this already.")
+        _say(f"--output {args.output} already holds this result.")
         return done
     workspace.check_output(overwrite=args.overwrite)
     try:
         with workspace.opened() as start:
-            if start == "again":
-                _say("Input or settings changed since the unfinished work: starting again.")
+            if start == "restarted":
+                _say("Input or settings differ from those of the unfinished work: starting over.")
             return job.make()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -95,10 +95,11 @@ class _Job:
         """Return what an earlier, equal command made, None when there is work to do.
 
         Raises:
-            DataError: The report is there, and the files it speaks of are not or are damaged.
+            DataError: The report is there, but files that it names are missing or damaged.
         """
         report = self.workspace.finished_report()
-        if report is None or (report.get("left_out_by_flag") and not self.settings.how.skip_bad):
+        skip_bad = self.settings.options.skip_bad
+        if report is None or (report.get("left_out_by_flag") and not skip_bad):
             return None
         prepared = replace(
             from_json(report),
@@ -114,9 +115,9 @@ class _Job:
         # No thread that refreshes: worker processes are forked meanwhile.
         with bytes_bar(auto_refresh=False) as bar:
             tokenizer = self._tokenizer(shards, bar)
-            writer = ShardWriter(self.workspace.folder, tokenizer, self.settings.how)
+            writer = ShardWriter(self.workspace.folder, tokenizer, self.settings.options)
             records = self._tokenise(writer, shards, bar)
-            changed = [source.path for source in self.corpus.files if not source.is_unchanged()]
+            changed = [file.path for file in self.corpus.files if not file.is_unchanged()]
             if changed:
                 raise DataError(
                     f"{changed[0]} changed while it was being read. Run the same command again "
@@ -133,7 +134,7 @@ class _Job:
         if trained is not None and not model.exists():
             task = bar.add_task("training the tokenizer", total=None)
             bar.refresh()
-            texts = sample_texts(shards, trained.sample_bytes, self.settings.how)
+            texts = sample_texts(shards, trained.sample_bytes, self.settings.options)
             temporary = model.with_suffix(".tmp")
             temporary.write_bytes(train_sentencepiece(texts, trained))
             temporary.replace(model)
@@ -147,7 +148,7 @@ class _Job:
         records = {r.index: r for shard in shards if (r := writer.finished(shard.index))}
         missing = [shard for shard in shards if shard.index not in records]
         if records:
-            _say(f"Going on: {len(records)} of {len(shards)} pieces were finished.")
+            _say(f"Resuming: {len(records)} of {len(shards)} shards are finished.")
         weight = sum(shard.weight for shard in shards)
         left = sum(shard.weight for shard in missing)
         # Shards stay until they are joined, so at the end everything is on the disk twice.
@@ -199,7 +200,7 @@ class _Job:
 
 
 def _warn_of_unused(args: Namespace, corpus: Corpus) -> None:
-    formats = {source.format for source in corpus.files}
+    formats = {file.format for file in corpus.files}
     if args.text_key is not None and formats == {"text"}:
         _say("--text-key changes nothing: there is no .jsonl and no .parquet among the input.")
     if args.document_separator is not None and "text" not in formats:

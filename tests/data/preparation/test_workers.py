@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_switch.data import token_shards
-from megatron_switch.data.corpus import find_corpus
-from megatron_switch.data.documents import Reading
-from megatron_switch.data.token_shards import ShardWriter, plan_shards
+from megatron_switch.data.preparation import token_shards
+from megatron_switch.data.preparation.corpus import find_corpus
+from megatron_switch.data.preparation.documents import ReadOptions
+from megatron_switch.data.preparation.token_shards import ShardWriter, plan_shards
+from megatron_switch.data.preparation.workers import write_shards
 from megatron_switch.data.tokenizer import Tokenizer
-from megatron_switch.data.workers import write_shards
 from megatron_switch.errors import DataError
 
 NUM_SHARDS = 4
@@ -50,7 +50,7 @@ def shards(tmp_path, monkeypatch):
 
 def writer_into(folder):
     folder.mkdir()
-    return ShardWriter(folder, Tokenizer(Bytes(), 257, 256), Reading())
+    return ShardWriter(folder, Tokenizer(Bytes(), 257, 256), ReadOptions())
 
 
 def contents(folder):

@@ -1,14 +1,12 @@
 """Which files make up a corpus, and in which order.
 
-The order is the order of the documents in the result, and so decides what Megatron's ``--split``
-puts into training, validation and test: inputs in the order in which they were given, files of a
-folder sorted by name, level by level. A file that is reached twice counts once, where it came
-first.
+The order is that of the documents in the result, and so decides what Megatron's ``--split`` puts
+into training, validation and test: inputs in the order in which they were given, files of a folder
+sorted by name, level by level. A file that is reached twice is read once, at its first place.
 
-In a folder, names that say no known format are passed over, and so is all that starts with a dot.
-An empty file in a folder is left out and counted, as there is nothing in it to lose; an empty file
-that was named is an error, like every other bad file. The running Python's standard library
-(:func:`standard_library`) is the corpus that every machine has.
+In a folder, files of unknown suffix and names that start with a dot are ignored. An empty file in a
+folder is left out and counted; an empty file that was named is an error, like every other bad file.
+The running Python's standard library (:func:`standard_library`) is a corpus that every machine has.
 """
 
 import os
@@ -17,7 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_switch.data.sources import KNOWN_NAMES, SourceFile, head_fault, name_kind
+from megatron_switch.data.preparation.input_file import (
+    KNOWN_NAMES,
+    InputFile,
+    head_fault,
+    name_kind,
+)
 from megatron_switch.errors import ConfigError, DataError
 
 SKIP_FLAG = "--skip-bad-input"
@@ -35,10 +38,10 @@ class Corpus:
         files: In the order of their documents.
         empty: Number of empty files that were found in folders and left out.
         faults: One sentence for each bad file that was left out.
-        by_flag: How many of them only ``--skip-bad-input`` lets pass.
+        by_flag: How many of them are an error without ``--skip-bad-input``.
     """
 
-    files: tuple[SourceFile, ...]
+    files: tuple[InputFile, ...]
     empty: int
     faults: tuple[str, ...]
     by_flag: int
@@ -72,7 +75,7 @@ def find_corpus(
             "There is no text to prepare: name files or folders, or give --stdlib to take the "
             "running Python's standard library."
         )
-    found: dict[Path, SourceFile] = {}
+    found: dict[Path, InputFile] = {}
     named: set[Path] = set()
     faults: list[str] = []
     if library is not None:
@@ -106,7 +109,7 @@ def standard_library(root: Path, *, tests: bool = False) -> list[Path]:
         tests: Whether to take its tests, which are larger than the library itself.
 
     Raises:
-        DataError: There is no Python source below ``root``.
+        DataError: There is no Python file below ``root``.
     """
     unwanted = _NOT_LIBRARY if tests else _NOT_LIBRARY | _LIBRARY_TESTS
     paths = [path for path in _files_below(root, unwanted=unwanted) if path.suffix == ".py"]
@@ -123,7 +126,7 @@ def library_root() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def shown(faults: Sequence[str]) -> str:
+def first_of(faults: Sequence[str]) -> str:
     """Return the first few of many sentences, and how many more there are."""
     more = len(faults) - _FAULTS_SHOWN
     return "; ".join(faults[:_FAULTS_SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
@@ -146,54 +149,54 @@ def _files_below(
         path = Path(entry.path)
         if entry.name.startswith(".") or entry.name in unwanted:
             continue
-        # Links to folders are not followed: they may lead round in a circle.
+        # Links to folders are not followed: they may form a cycle.
         if entry.is_dir(follow_symlinks=False):
             if path.resolve() != skipped:
                 yield from _files_below(path, unwanted=unwanted, leave_out=leave_out)
-        elif name_kind(path) is not None and not os.path.isdir(path):  # False for what is broken
+        elif name_kind(path) is not None and not os.path.isdir(path):  # False for a broken link
             yield path
 
 
 def _add(
-    found: dict[Path, SourceFile], faults: list[str], path: Path, *, optional: bool = False
+    found: dict[Path, InputFile], faults: list[str], path: Path, *, optional: bool = False
 ) -> None:
-    """Describe a file under its real path, so that a second way to it adds nothing."""
+    """Add a file under its real path, so that a second path to it adds nothing."""
     try:
-        # Before resolve(), which of a circle of links makes an error that is no OSError.
-        source = SourceFile.at(path.absolute(), optional=optional)
+        # Before resolve(), which raises an error that is no OSError for a cycle of links.
+        file = InputFile.at(path.absolute(), optional=optional)
     except OSError as error:
         faults.append(f"{path} cannot be read ({error.strerror})")
     else:
-        found.setdefault(path.resolve(), source)
+        found.setdefault(path.resolve(), file)
 
 
 def _without_bad(
-    found: dict[Path, SourceFile],
+    found: dict[Path, InputFile],
     named: set[Path],
     faults: list[str],
     *,
     text_key: str,
     skip_bad: bool,
 ) -> Corpus:
-    files: list[SourceFile] = []
+    files: list[InputFile] = []
     left_out = list(faults)
     empty = 0
-    for source in found.values():
-        fault = head_fault(source, text_key=text_key)
+    for file in found.values():
+        fault = head_fault(file, text_key=text_key)
         if not fault:
-            files.append(source)
-        elif fault == "is empty" and source.path not in named:
+            files.append(file)
+        elif fault == "is empty" and file.path not in named:
             empty += 1
         else:
-            left_out.append(f"{source.path} {fault}")
-            if not source.optional:
+            left_out.append(f"{file.path} {fault}")
+            if not file.optional:
                 faults.append(left_out[-1])
     if faults and not skip_bad:
         raise DataError(
-            f"{len(faults):,} input file{'s' * (len(faults) > 1)} cannot be used: {shown(faults)}. "
-            f"Mend or remove what is named here, or give {SKIP_FLAG} to go on without."
+            f"{len(faults):,} input file{'s' * (len(faults) > 1)} cannot be used: "
+            f"{first_of(faults)}. Fix or remove these files, or give {SKIP_FLAG} to leave them out."
         )
     if not files:
-        detail = f" {shown(left_out)}." if left_out else f" Its {empty:,} files are empty."
+        detail = f" {first_of(left_out)}." if left_out else f" Its {empty:,} files are empty."
         raise DataError(f"There is no text in the input.{detail}")
     return Corpus(tuple(files), empty, tuple(left_out), len(faults))

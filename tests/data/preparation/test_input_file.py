@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from backports import zstd
 
-from megatron_switch.data.sources import SourceFile, head_fault, name_kind, open_bytes
+from megatron_switch.data.preparation.input_file import InputFile, head_fault, name_kind, open_bytes
 from megatron_switch.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def test_what_is_read_is_decompressed(tmp_path, opener):
     path = tmp_path / f"a.txt{suffix}"
     with opener(path, "wb") as stream:
         stream.write("später\n".encode() * 5000)
-    source = SourceFile.at(path)
+    source = InputFile.at(path)
     assert head_fault(source, text_key="text") == ""
     with open_bytes(source) as stream:
         assert stream.read() == "später\n".encode() * 5000
@@ -65,19 +65,19 @@ def test_what_is_read_is_decompressed(tmp_path, opener):
 def test_faults_at_the_beginning_are_named(tmp_path, name, content, fault):
     path = tmp_path / name
     path.write_bytes(content)
-    assert fault in head_fault(SourceFile.at(path), text_key="text")
+    assert fault in head_fault(InputFile.at(path), text_key="text")
 
 
 def test_a_character_cut_by_the_end_of_the_look_is_no_fault(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x" + "ä" * 8192)  # two bytes each, so byte 8192 is in the middle of one
-    assert head_fault(SourceFile.at(path), text_key="text") == ""
+    assert head_fault(InputFile.at(path), text_key="text") == ""
 
 
 def test_missing_permission_is_a_fault(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("text")
-    source = SourceFile.at(path)
+    source = InputFile.at(path)
 
     def refuse(*_args, **_kwargs):
         raise PermissionError(13, "Permission denied")
@@ -104,7 +104,7 @@ def test_parquet_needs_its_text_column(tmp_path, columns, fault):
 
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table(columns), path)
-    found = head_fault(SourceFile.at(path), text_key="text")
+    found = head_fault(InputFile.at(path), text_key="text")
     assert fault in found if fault else found == ""
 
 
@@ -113,13 +113,13 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     path.write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"package pyarrow.*a\.parquet.*'megatron-switch\[hf\]'"):
-        head_fault(SourceFile.at(path), text_key="text")
+        head_fault(InputFile.at(path), text_key="text")
 
 
 def test_a_changed_file_is_noticed(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("text")
-    source = SourceFile.at(path)
+    source = InputFile.at(path)
     assert source.is_unchanged()
     path.write_text("other text")
     assert not source.is_unchanged()

@@ -1,10 +1,10 @@
-"""What a preparation made: ``prepared.json`` for programs, a few lines for people."""
+"""The result of a preparation: ``prepared.json``, and a summary to print."""
 
 import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_switch.data.corpus import shown
+from megatron_switch.data.preparation.corpus import first_of
 from megatron_switch.utils.units import decimal_size_text
 
 SCHEMA = "megatron-switch/prepared/1"
@@ -27,7 +27,7 @@ class Prepared:
         tokens: Number of tokens, one end-of-document token a document included.
         text_bytes: Size of the documents in UTF-8.
         left_out: Bad files, lines and rows that were left out.
-        left_out_by_flag: Those of them that only ``--skip-bad-input`` lets pass.
+        left_out_by_flag: Those of them that are an error without ``--skip-bad-input``.
         reasons: Why, for the first few of them.
         tokenizer: Its ``type``, ``vocab_size``, ``eod``, and under ``trained`` how it was trained,
             None where it was not.
@@ -53,7 +53,7 @@ class Prepared:
 
 
 def summary(prepared: Prepared) -> str:
-    """Return a few lines for a person, the flags for training last."""
+    """Return a few lines to print, the flags for training last."""
     trained = prepared.tokenizer["trained"]
     origin = f"{trained['algorithm']}, trained on this text" if trained else "given"
     lines = [
@@ -76,7 +76,7 @@ def summary(prepared: Prepared) -> str:
         ),
     ]
     if prepared.left_out:
-        lines.append(("left out", f"{_count(prepared.left_out)}: {shown(prepared.reasons)}"))
+        lines.append(("left out", f"{_count(prepared.left_out)}: {first_of(prepared.reasons)}"))
     if prepared.documents < _FEW_DOCUMENTS:
         lines.append(
             (
@@ -91,7 +91,7 @@ def summary(prepared: Prepared) -> str:
 
 
 def from_json(fields: dict[str, Any]) -> Prepared:
-    """Return what :func:`dataclasses.asdict` wrote; unknown fields are passed over."""
+    """Return what :func:`dataclasses.asdict` wrote; unknown fields are ignored."""
     known = {name: fields[name] for name in Prepared.__dataclass_fields__}
     return Prepared(
         **{

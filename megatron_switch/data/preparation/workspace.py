@@ -1,13 +1,13 @@
-"""The output folder of a preparation: what may be there, what is kept meanwhile, what comes last.
+"""The output folder of a preparation: unfinished work, results, and the report, which comes last.
 
-    OUTPUT/.preparing/       shards and the trained tokenizer while the work goes on
+    OUTPUT/.preparing/       shards and the trained tokenizer while the work is unfinished
     OUTPUT/corpus.bin .idx   the tokens, in Megatron's format
     OUTPUT/tokenizer.model   the tokenizer, where one was trained
-    OUTPUT/prepared.json     what was made from what; it appears last and says that all is there
+    OUTPUT/prepared.json     the report; it is written last, so the results are complete
 
-An interrupted preparation goes on where it was, if inputs and settings are the same: both are in
-the fingerprint, files with size and time of change. Otherwise it starts again. Finished results are
-replaced only when that is asked for, and what takes their place is complete by then.
+An interrupted preparation resumes, if inputs and settings are the same: both are in the
+fingerprint, files with size and time of change. Otherwise it starts over. Finished results are
+replaced only with ``--overwrite``, and by complete ones.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.utils.atomic_file import renamed_into_place
 from megatron_switch.utils.units import size_text
 
-Start = Literal["new", "continued", "again"]
-"""Whether unfinished work was there: none, of the same fingerprint, or of another one."""
+Start = Literal["new", "resumed", "restarted"]
+"""What was found of unfinished work: none, of the same fingerprint, or of another one."""
 
 
 def fingerprint_of(settings: object) -> str:
@@ -63,7 +63,7 @@ class Workspace:
 
     @property
     def report(self) -> Path:
-        """The file that appears last."""
+        """The file that is written last."""
         return self.output / "prepared.json"
 
     @property
@@ -72,7 +72,7 @@ class Workspace:
 
     @property
     def _results(self) -> tuple[Path, ...]:
-        """In the order in which they disappear: without an index, no tokens are found."""
+        """In the order in which they are removed: without an index, no tokens are found."""
         return (
             self.report,
             self.prefix.with_suffix(".idx"),
@@ -98,15 +98,15 @@ class Workspace:
         if self.output.exists() and not self.output.is_dir():
             raise ConfigError(f"--output {self.output} is a file; give a folder.")
         there = [path.name for path in self._results if path.exists()]
-        # Without a report, results are what our own interrupted work left while moving them.
-        ours = self.goes_on() and not self.report.exists()
+        # Without a report, results are from our own work, interrupted while it moved them.
+        ours = self.is_resumable() and not self.report.exists()
         if there and not overwrite and not ours:
             raise ConfigError(
                 f"--output {self.output} already holds {', '.join(there)}, made from other input "
                 "or with other settings. Give another --output, or --overwrite to replace them."
             )
 
-    def goes_on(self) -> bool:
+    def is_resumable(self) -> bool:
         """Return whether unfinished work of the same fingerprint is there."""
         try:
             state = json.loads(self._state.read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ class Workspace:
 
     @contextmanager
     def opened(self) -> Iterator[Start]:
-        """Hold the folder of unfinished work, emptied of what belongs to another preparation.
+        """Lock the folder of unfinished work, emptied of what belongs to another preparation.
 
         Yields:
             How the work starts.
@@ -134,9 +134,9 @@ class Workspace:
                 "for it, or give another --output."
             ) from error
         with held:
-            start: Start = "new" if not self._state.exists() else "again"
-            if self.goes_on():
-                start = "continued"
+            start: Start = "new" if not self._state.exists() else "restarted"
+            if self.is_resumable():
+                start = "resumed"
             else:
                 for path in self.folder.iterdir():
                     if path.name != "lock":

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_switch.data import token_shards
-from megatron_switch.data.corpus import find_corpus
-from megatron_switch.data.documents import Reading
-from megatron_switch.data.sources import SourceFile
-from megatron_switch.data.token_shards import ShardWriter, plan_shards, sample_texts
+from megatron_switch.data.preparation import token_shards
+from megatron_switch.data.preparation.corpus import find_corpus
+from megatron_switch.data.preparation.documents import ReadOptions
+from megatron_switch.data.preparation.input_file import InputFile
+from megatron_switch.data.preparation.token_shards import ShardWriter, plan_shards, sample_texts
 from megatron_switch.data.tokenizer import Tokenizer
 from megatron_switch.errors import DataError
 
@@ -27,7 +27,7 @@ class Characters:
 @pytest.fixture
 def writer(tmp_path):
     (tmp_path / "work").mkdir()
-    return ShardWriter(tmp_path / "work", Tokenizer(Characters(), 128, 10), Reading())
+    return ShardWriter(tmp_path / "work", Tokenizer(Characters(), 128, 10), ReadOptions())
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_the_plan_keeps_order_and_balance(tmp_path, small_shards):
         (tmp_path / f"{index}.txt").write_text("x" * size)
     (tmp_path / "9.jsonl").write_text('{"text": "123456789"}\n' * 10)  # 220 bytes
     shards = plan(tmp_path)
-    names = [[part.source.path.name for part in shard.parts] for shard in shards]
+    names = [[part.file.path.name for part in shard.parts] for shard in shards]
     assert names == [
         ["0.txt", "1.txt"],
         ["2.txt"],
@@ -72,7 +72,7 @@ def test_many_small_files_share_a_shard(tmp_path):
 def test_a_document_ends_with_exactly_one_end(tmp_path, writer):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab"}\n{"text": "cd\\n"}\n{"text": "~"}\n{"text": ""}\n')
-    (shard,) = plan_shards([SourceFile.at(path)])
+    (shard,) = plan_shards([InputFile.at(path)])
     record = writer.write(shard)
     assert (record.documents, record.tokens, record.text_bytes, record.empty) == (2, 6, 5, 2)
     dataset = IndexedDataset(str(writer.folder / "shard-000000"))
@@ -120,8 +120,8 @@ def test_a_finished_shard_is_found_again_only_while_it_is_whole(folder, writer):
 def test_a_shard_with_losses_counts_only_while_losses_are_allowed(tmp_path, writer):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\nbad\n')
-    (shard,) = plan_shards([SourceFile.at(path)])
-    lenient = dataclasses.replace(writer, how=Reading(skip_bad=True))
+    (shard,) = plan_shards([InputFile.at(path)])
+    lenient = dataclasses.replace(writer, options=ReadOptions(skip_bad=True))
     record = lenient.write(shard)
     assert record.bad == 1
     assert "line 2" in record.reasons[0]
@@ -139,7 +139,7 @@ def test_a_shard_with_losses_counts_only_while_losses_are_allowed(tmp_path, writ
 def test_text_that_the_tokenizer_cannot_take(tmp_path, writer, text, message):
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(DataError, match=message):
-        writer.write(plan_shards([SourceFile.at(tmp_path / "a.txt")])[0])
+        writer.write(plan_shards([InputFile.at(tmp_path / "a.txt")])[0])
     assert writer.finished(0) is None
 
 
@@ -147,7 +147,7 @@ def test_a_corpus_that_fits_is_sampled_whole(folder):
     shards = plan(folder)
     files = [folder / name for name in ("a.txt", "b/c.md", "b/d.py")]
     texts = [path.read_bytes().decode() for path in files]
-    assert list(sample_texts(shards, 10**6, Reading())) == texts
+    assert list(sample_texts(shards, 10**6, ReadOptions())) == texts
 
 
 def test_a_larger_corpus_is_sampled_from_everywhere(tmp_path, small_shards, monkeypatch):
@@ -156,5 +156,5 @@ def test_a_larger_corpus_is_sampled_from_everywhere(tmp_path, small_shards, monk
         (tmp_path / f"{index}.txt").write_text(str(index) * 100)
     shards = plan(tmp_path)
     assert len(shards) == 4
-    assert list(sample_texts(shards, 40, Reading())) == ["0" * 10, "2" * 10, "4" * 10, "6" * 10]
-    assert sum(map(len, sample_texts(shards, 500, Reading()))) == 500
+    assert list(sample_texts(shards, 40, ReadOptions())) == ["0" * 10, "2" * 10, "4" * 10, "6" * 10]
+    assert sum(map(len, sample_texts(shards, 500, ReadOptions()))) == 500

@@ -5,10 +5,10 @@ import shutil
 import pytest
 
 from megatron_switch.commands.prepare import run
-from megatron_switch.data import prepare as prepare_module
-from megatron_switch.data import token_shards
-from megatron_switch.data.prepare import prepare
-from megatron_switch.data.token_shards import ShardWriter
+from megatron_switch.data.preparation import prepare as prepare_module
+from megatron_switch.data.preparation import token_shards
+from megatron_switch.data.preparation.prepare import prepare
+from megatron_switch.data.preparation.token_shards import ShardWriter
 from megatron_switch.errors import ConfigError, DataError
 
 
@@ -29,7 +29,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_interrupted_work_goes_on_and_ends_the_same(command, out, monkeypatch, capsys):
+def test_interrupted_work_is_resumable_and_ends_the_same(command, out, monkeypatch, capsys):
     prepare(command())
     expected = contents(out)
     shutil.rmtree(out)
@@ -53,7 +53,7 @@ def test_interrupted_work_goes_on_and_ends_the_same(command, out, monkeypatch, c
     )
     monkeypatch.setattr(prepare_module, "train_sentencepiece", pytest.fail)  # trained already
     assert run(command("--workers", 2)) == 0
-    assert "Going on: 2 of 4 pieces were finished." in capsys.readouterr().err
+    assert "Resuming: 2 of 4 shards are finished." in capsys.readouterr().err
     assert contents(out) == expected
 
 
@@ -91,7 +91,7 @@ def test_unfinished_work_of_other_input_or_settings_is_not_used(
     else:
         words = ["--document-separator", "."]
     assert run(command(*words)) == 0
-    assert "changed since the unfinished work: starting again" in capsys.readouterr().err
+    assert "differ from those of the unfinished work: starting over" in capsys.readouterr().err
     resumed = contents(out)
     shutil.rmtree(out)
     prepare(command(*words))
@@ -103,7 +103,7 @@ def test_the_same_command_again_does_nothing(command, out, monkeypatch, capsys):
     before = contents(out)
     monkeypatch.setattr(ShardWriter, "write", pytest.fail)
     assert prepare(command("--workers", 2)) == first
-    assert "holds this already" in capsys.readouterr().err
+    assert "already holds this result" in capsys.readouterr().err
     assert contents(out) == before
 
 

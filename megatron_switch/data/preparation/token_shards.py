@@ -1,9 +1,8 @@
-"""Shards: pieces of a corpus that are tokenised on their own, by any process, in any order.
+"""Shards: parts of a corpus that are tokenised independently, by any process, in any order.
 
 The division depends on the input files alone, never on the number of processes, so the result is
-the same bytes for every ``--workers``. A shard is written under temporary names; its record, which
-says that it is finished, comes last. Whoever finds a record may use the shard and need not make it
-again.
+the same bytes for every ``--workers``. A shard is written under temporary names, its record last: a
+shard with a record is finished, and is not made again.
 """
 
 import gc
@@ -15,17 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_switch.data.documents import (
+from megatron_switch.data.preparation.documents import (
     Document,
-    Losses,
-    Part,
-    Reading,
+    FilePart,
+    LeftOut,
+    ReadOptions,
     read_documents,
     split_into_parts,
 )
-from megatron_switch.data.quiet import quiet_upstream
-from megatron_switch.data.sources import SourceFile
-from megatron_switch.data.tokenizer import Tokenizer
+from megatron_switch.data.preparation.input_file import InputFile
+from megatron_switch.data.tokenizer import Tokenizer, upstream_warnings_hidden
 from megatron_switch.errors import DataError
 from megatron_switch.utils.atomic_file import renamed_into_place
 
@@ -45,7 +43,7 @@ class Shard:
     """
 
     index: int
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     weight: int
 
 
@@ -59,8 +57,8 @@ class ShardRecord:
         tokens: Number of tokens, one end-of-document token a document included.
         text_bytes: Size of the texts in UTF-8.
         empty: Documents without text that were left out.
-        bad: Bad pieces of input that were left out.
-        by_flag: Those of them that only ``--skip-bad-input`` lets pass.
+        bad: Bad files, lines and rows that were left out.
+        by_flag: Those of them that are an error without ``--skip-bad-input``.
         reasons: Why, for the first few of them.
     """
 
@@ -81,12 +79,12 @@ class ShardWriter:
     Attributes:
         folder: Where shards go.
         tokenizer: What turns text into tokens.
-        how: How files are read.
+        options: How files are read.
     """
 
     folder: Path
     tokenizer: Tokenizer
-    how: Reading
+    options: ReadOptions
 
     @property
     def dtype(self) -> type[np.number]:
@@ -113,12 +111,12 @@ class ShardWriter:
         final = {suffix: self._path(shard.index, suffix) for suffix in (".bin", ".idx")}
         temporary = {suffix: path.with_suffix(f"{suffix}.tmp") for suffix, path in final.items()}
         builder = IndexedDatasetBuilder(str(temporary[".bin"]), dtype=self.dtype)
-        losses = Losses()
+        left_out = LeftOut()
         documents = tokens = text_bytes = 0
-        for document in self._documents(shard, losses):
+        for document in self._documents(shard, left_out):
             ids = self._encode(document)
             if not ids.size:
-                losses.empty += 1
+                left_out.empty += 1
                 continue
             builder.add_document(ids, [ids.size])
             documents += 1
@@ -132,10 +130,10 @@ class ShardWriter:
             documents,
             tokens,
             text_bytes,
-            losses.empty,
-            losses.bad,
-            losses.by_flag,
-            tuple(losses.reasons),
+            left_out.empty,
+            left_out.bad,
+            left_out.by_flag,
+            tuple(left_out.reasons),
         )
         with renamed_into_place(self._path(shard.index, ".json")) as stream:
             json.dump(asdict(record), stream)
@@ -144,7 +142,7 @@ class ShardWriter:
     def finished(self, index: int) -> ShardRecord | None:
         """Return the record of a shard that is in the folder, None when it must be made.
 
-        A shard from which bad input was left out counts only while that is still asked for.
+        A shard from which bad input was left out counts only with ``--skip-bad-input``.
         """
         try:
             fields = json.loads(self._path(index, ".json").read_text(encoding="utf-8"))
@@ -157,12 +155,12 @@ class ShardWriter:
             replace(record, reasons=tuple(record.reasons))
             if whole
             and self._path(index, ".idx").exists()
-            and (self.how.skip_bad or not record.by_flag)
+            and (self.options.skip_bad or not record.by_flag)
             else None
         )
 
     def join(self, indices: Sequence[int]) -> Path:
-        """Write finished shards one behind the other.
+        """Concatenate finished shards.
 
         Args:
             indices: Shards with at least one document, in the order of the result.
@@ -177,11 +175,11 @@ class ShardWriter:
 
         prefix = self.folder / "corpus"
         builder = IndexedDatasetBuilder(str(prefix.with_suffix(".bin")), dtype=self.dtype)
-        # Megatron collects garbage after every index. Among all that it imports this takes longer
-        # than the copying, unless what is there already is set aside.
+        # Megatron collects garbage after every index, which takes longer than the copying unless
+        # the objects of its imports are frozen.
         gc.freeze()
         try:
-            with quiet_upstream():
+            with upstream_warnings_hidden():
                 for index in indices:
                     builder.add_index(str(self.folder / f"shard-{index:06d}"))
         finally:
@@ -192,9 +190,9 @@ class ShardWriter:
     def _path(self, index: int, suffix: str) -> Path:
         return self.folder / f"shard-{index:06d}{suffix}"
 
-    def _documents(self, shard: Shard, losses: Losses) -> Iterator[Document]:
+    def _documents(self, shard: Shard, left_out: LeftOut) -> Iterator[Document]:
         for part in shard.parts:
-            yield from read_documents(part, self.how, losses)
+            yield from read_documents(part, self.options, left_out)
 
     def _encode(self, document: Document) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Return a document's tokens with one end-of-document token behind, empty for no tokens."""
@@ -207,7 +205,7 @@ class ShardWriter:
                 f"({str(error) or type(error).__name__}). Remove it, or choose another "
                 "--tokenizer-type."
             ) from error
-        if ids and ids[-1] != eod:  # some tokenizers end every text with it themselves
+        if ids and ids[-1] != eod:  # some tokenizers append it themselves
             ids.append(eod)
         ids_T = np.asarray(ids, dtype=np.int64)
         if ids and not (ids_T.min() >= 0 and ids_T.max() < vocab_size):
@@ -220,20 +218,21 @@ class ShardWriter:
         return ids_T
 
 
-def plan_shards(files: Sequence[SourceFile]) -> list[Shard]:
+def plan_shards(files: Sequence[InputFile]) -> list[Shard]:
     """Divide files into shards of nearly equal weight, in the order of their documents.
 
     Raises:
         ConfigError: A file is Parquet and pyarrow is not installed.
         OSError: A Parquet file cannot be read.
     """
-    total = sum(source.size for source in files)
+    total = sum(file.size for file in files)
     wanted = min(max(total // _SHARDS_WANTED, _LEAST_WEIGHT), _MOST_WEIGHT)
     shards: list[Shard] = []
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     weight = 0
-    for source in files:
-        for part in split_into_parts(source, wanted):
+    for file in files:
+        for part in split_into_parts(file, wanted):
+            # Parts are never reordered, so a shard may stay far below the wanted weight.
             if parts and weight + part.weight > wanted:
                 shards.append(Shard(len(shards), tuple(parts), weight))
                 parts, weight = [], 0
@@ -242,11 +241,11 @@ def plan_shards(files: Sequence[SourceFile]) -> list[Shard]:
     return [*shards, Shard(len(shards), tuple(parts), weight)]
 
 
-def sample_texts(shards: Sequence[Shard], num_bytes: int, how: Reading) -> Iterator[str]:
-    """Yield text from everywhere in a corpus, without reading much more than is yielded.
+def sample_texts(shards: Sequence[Shard], num_bytes: int, options: ReadOptions) -> Iterator[str]:
+    """Yield text from all over a corpus, without reading much more than is yielded.
 
-    A corpus that fits is yielded whole. Of a larger one, shards that lie evenly apart give equal
-    shares, each from its beginning.
+    A corpus that fits is yielded whole. Of a larger one, evenly spaced shards give equal shares,
+    each from its beginning.
 
     Raises:
         DataError: The input is bad and may not be left out.
@@ -257,7 +256,7 @@ def sample_texts(shards: Sequence[Shard], num_bytes: int, how: Reading) -> Itera
     for shard in chosen:
         left = share
         for part in shard.parts:
-            for document in read_documents(part, how, Losses()):
+            for document in read_documents(part, options, LeftOut()):
                 yield document.text[:left]
                 left -= len(document.text)
                 if left <= 0:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_switch.data.corpus import find_corpus
-from megatron_switch.data.documents import Reading
-from megatron_switch.data.sentencepiece_model import SentencePieceSettings
-from megatron_switch.data.settings import Settings
-from megatron_switch.data.workspace import Workspace
+from megatron_switch.data.preparation.corpus import find_corpus
+from megatron_switch.data.preparation.documents import ReadOptions
+from megatron_switch.data.preparation.sentencepiece_model import SentencePieceSettings
+from megatron_switch.data.preparation.settings import Settings
+from megatron_switch.data.preparation.workspace import Workspace
 from megatron_switch.errors import ConfigError, DataError
 
 MODEL = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model")
@@ -22,7 +22,7 @@ def settings(parse):
 
 def test_a_sentencepiece_model_is_trained_by_default(settings):
     found = settings()
-    assert found.how == Reading("text", None, False)
+    assert found.options == ReadOptions("text", None, False)
     assert found.trained == SentencePieceSettings(32_000, "bpe", 16 * 2**20)
     assert found.workers >= 1
 
@@ -33,7 +33,7 @@ def test_given_flags_win_over_defaults(settings):
         *("--vocab-size", 500, "--sentencepiece-algorithm", "unigram", "--workers", 3),
         *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-sample-mib", 5),
     )
-    assert found.how == Reading("body", "\n\n", True)
+    assert found.options == ReadOptions("body", "\n\n", True)
     assert found.trained == SentencePieceSettings(500, "unigram", 5 * 2**20)
     assert found.workers == 3
 
@@ -74,7 +74,7 @@ def test_flags_for_training(settings, sentencepiece_model):
     ],
 )
 def test_escapes_in_a_separator(settings, given, separator):
-    assert settings("--document-separator", given).how.separator == separator
+    assert settings("--document-separator", given).options.separator == separator
 
 
 @pytest.mark.parametrize(

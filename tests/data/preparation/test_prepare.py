@@ -16,10 +16,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pyarrow import parquet
 
 from megatron_switch.commands.prepare import run
-from megatron_switch.data import prepare as prepare_module
-from megatron_switch.data import token_shards
-from megatron_switch.data.prepare import prepare
-from megatron_switch.data.token_shards import ShardWriter
+from megatron_switch.data.preparation import prepare as prepare_module
+from megatron_switch.data.preparation import token_shards
+from megatron_switch.data.preparation.prepare import prepare
+from megatron_switch.data.preparation.token_shards import ShardWriter
 from megatron_switch.data.tokenizer import build_tokenizer
 from megatron_switch.errors import DataError
 

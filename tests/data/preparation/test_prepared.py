@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from megatron_switch.data.prepared import SCHEMA, Prepared, from_json, summary
+from megatron_switch.data.preparation.prepared import SCHEMA, Prepared, from_json, summary
 
 PREPARED = Prepared(
     schema=SCHEMA,

@@ -5,7 +5,10 @@ import re
 import pytest
 import sentencepiece
 
-from megatron_switch.data.sentencepiece_model import SentencePieceSettings, train_sentencepiece
+from megatron_switch.data.preparation.sentencepiece_model import (
+    SentencePieceSettings,
+    train_sentencepiece,
+)
 from megatron_switch.errors import ConfigError, DataError
 
 HARD_TEXT = "\n  indent\tTab\r\n\r\n   日本語 é \x00 \u200b\u3000 <eod> </s> 🙂 trailing  "

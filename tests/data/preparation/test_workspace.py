@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_switch.data.workspace import Workspace, fingerprint_of
+from megatron_switch.data.preparation.workspace import Workspace, fingerprint_of
 from megatron_switch.errors import ConfigError, DataError
 
 RESULTS = ["corpus.bin", "corpus.idx", "prepared.json"]
@@ -49,17 +49,17 @@ def test_results_appear_together_and_nothing_else_stays(workspace):
     assert other(workspace).finished_report() is None
 
 
-def test_unfinished_work_goes_on_with_the_same_settings_only(workspace):
+def test_unfinished_work_is_resumable_with_the_same_settings_only(workspace):
     with workspace.opened():
         make_results(workspace)
-    assert workspace.goes_on()
+    assert workspace.is_resumable()
     with workspace.opened() as start:
-        assert start == "continued"
+        assert start == "resumed"
         assert (workspace.folder / "corpus.bin").exists()
     with other(workspace).opened() as start:
-        assert start == "again"
+        assert start == "restarted"
         assert listing(workspace.folder) == ["lock", "state.json"]
-    assert not workspace.goes_on()
+    assert not workspace.is_resumable()
 
 
 def test_a_damaged_state_starts_again(workspace):
@@ -67,7 +67,7 @@ def test_a_damaged_state_starts_again(workspace):
         make_results(workspace)
     (workspace.folder / "state.json").write_text("{")
     with workspace.opened() as start:
-        assert start == "again"
+        assert start == "restarted"
         assert not (workspace.folder / "corpus.bin").exists()
 
 
@@ -120,7 +120,7 @@ def test_dying_while_publishing_leaves_no_usable_half(workspace, monkeypatch, re
     assert "prepared.json" not in listing(new.output)
     new.check_output(overwrite=False)  # what is left is ours
     with new.opened() as start:
-        assert start == "continued"
+        assert start == "resumed"
         make_results(new, text="new")
         new.publish({})
     assert (new.output / "corpus.idx").read_text() == "new"

@@ -1,4 +1,4 @@
-"""What a command line of ``megatron-switch prepare`` asks for, checked before any file is read."""
+"""Settings of a preparation from its command line, checked before any file is read."""
 
 import re
 from argparse import Namespace
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import sentencepiece
 
-from megatron_switch.data.corpus import Corpus
-from megatron_switch.data.documents import Reading
-from megatron_switch.data.prepared import SCHEMA
-from megatron_switch.data.sentencepiece_model import Algorithm, SentencePieceSettings
-from megatron_switch.data.token_shards import available_workers
+from megatron_switch.data.preparation.corpus import Corpus
+from megatron_switch.data.preparation.documents import ReadOptions
+from megatron_switch.data.preparation.prepared import SCHEMA
+from megatron_switch.data.preparation.sentencepiece_model import Algorithm, SentencePieceSettings
+from megatron_switch.data.preparation.token_shards import available_workers
+from megatron_switch.data.preparation.workspace import Workspace, fingerprint_of
 from megatron_switch.data.tokenizer import (
     DEFAULT_VOCAB_SIZE,
     FLAGS,
@@ -19,7 +20,6 @@ from megatron_switch.data.tokenizer import (
     check_tokenizer_flags,
     training_flags,
 )
-from megatron_switch.data.workspace import Workspace, fingerprint_of
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.train_flags import destination
 
@@ -42,13 +42,13 @@ class Settings:
 
     Attributes:
         args: The command line; its tokenizer flags are Megatron's.
-        how: How files are read.
+        options: How files are read.
         trained: How to train a tokenizer, None where one was given.
         workers: Number of processes.
     """
 
     args: Namespace
-    how: Reading
+    options: ReadOptions
     trained: SentencePieceSettings | None
     workers: int
 
@@ -67,8 +67,8 @@ class Settings:
         trained = _training_settings(args)
         if trained is None:
             check_tokenizer_flags(args)
-        how = Reading(args.text_key or "text", _separator(args), args.skip_bad_input)
-        return cls(args, how, trained, args.workers or available_workers())
+        options = ReadOptions(args.text_key or "text", _separator(args), args.skip_bad_input)
+        return cls(args, options, trained, args.workers or available_workers())
 
     @property
     def tokenizer_type(self) -> str:
@@ -94,8 +94,8 @@ class Settings:
     def fingerprint(self, corpus: Corpus) -> str:
         """Return a hash of all that the result depends on.
 
-        Whether bad input may be left out is not among it: where none was met, it changes nothing,
-        and where some was, shards and reports say so.
+        ``--skip-bad-input`` is not part of it: without bad input it changes nothing, and with it
+        shards and reports record what was left out.
         """
         tokenizer = {flag: getattr(self.args, destination(flag)) for flag in FLAGS}
         names = [value for value in tokenizer.values() if isinstance(value, str) and value]
@@ -103,8 +103,8 @@ class Settings:
             {
                 "schema": SCHEMA,
                 "files": [[str(file.path), file.size, file.modified_ns] for file in corpus.files],
-                "text_key": self.how.text_key,
-                "separator": self.how.separator,
+                "text_key": self.options.text_key,
+                "separator": self.options.separator,
                 "tokenizer": tokenizer,
                 "tokenizer_files": [state for name in names for state in _file_states(Path(name))],
                 "trained": self.trained and [asdict(self.trained), sentencepiece.__version__],

@@ -1,9 +1,9 @@
 """One input file: its format, how it is opened, and what is wrong with it.
 
-The name decides: ``.txt .md .py .jsonl .parquet``, the first four also with ``.gz`` or ``.zst``
-behind. A file is looked at when it is found, before any work starts: it must be readable, not
-empty, and its first bytes must be UTF-8 text without NUL, or a Parquet footer. What is wrong
-further in is found when the file is read (:mod:`megatron_switch.data.documents`).
+The suffix decides: ``.txt .md .py .jsonl .parquet``, the first four also followed by ``.gz`` or
+``.zst``. A file is checked when it is found, before any work starts: it must be readable, not
+empty, and its first bytes must be UTF-8 text without NUL, or it must have a Parquet footer. Faults
+further in are found when the file is read (:mod:`megatron_switch.data.preparation.documents`).
 """
 
 import codecs
@@ -30,7 +30,7 @@ _FORMATS: dict[str, Format] = {
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
 KNOWN_NAMES = f"{' '.join(_FORMATS)} (all but .parquet also with {' or '.join(_COMPRESSIONS)})"
-"""What the messages list when a file's name says nothing."""
+"""Suffixes, for messages."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error, zstd.ZstdError)
 """What opening and reading a damaged or unreadable file can raise."""
@@ -40,7 +40,7 @@ _TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 @dataclass(frozen=True)
-class SourceFile:
+class InputFile:
     """A file that holds documents.
 
     Attributes:
@@ -49,8 +49,8 @@ class SourceFile:
         compression: What they are wrapped in.
         size: Bytes on disk.
         modified_ns: Time of the last change, nanoseconds since 1970.
-        optional: The file may be left out when it is bad, without asking: it belongs to the
-            standard library, where a few files are bad on purpose.
+        optional: The file is left out when it is bad, even without ``--skip-bad-input``: it belongs
+            to the standard library, where a few files are bad on purpose.
     """
 
     path: Path
@@ -61,11 +61,11 @@ class SourceFile:
     optional: bool = False
 
     @classmethod
-    def at(cls, path: Path, *, optional: bool = False) -> "SourceFile":
-        """Describe the file at ``path``, whose name must say its format.
+    def at(cls, path: Path, *, optional: bool = False) -> "InputFile":
+        """Describe the file at ``path``, whose suffix must be a known one.
 
         Raises:
-            OSError: The file is not there or may not be looked at.
+            OSError: The file is missing or not accessible.
         """
         kind = name_kind(path)
         assert kind is not None, f"{path} has no known name"
@@ -82,7 +82,7 @@ class SourceFile:
 
 
 def name_kind(path: Path) -> tuple[Format, Compression] | None:
-    """Return format and compression that a file's name promises, None when it promises none."""
+    """Return format and compression by a file's suffix, None for an unknown one."""
     compression = _COMPRESSIONS.get(path.suffix.lower(), "none")
     inner = path if compression == "none" else path.with_suffix("")
     kind = _FORMATS.get(inner.suffix.lower())
@@ -91,22 +91,22 @@ def name_kind(path: Path) -> tuple[Format, Compression] | None:
     return kind, compression
 
 
-def open_bytes(source: SourceFile) -> BinaryIO:
+def open_bytes(file: InputFile) -> BinaryIO:
     """Open a text or jsonl file; what is read from it is decompressed.
 
     Raises:
         OSError: The file cannot be opened. Damage shows only while reading, as one of
             :data:`READ_ERRORS`.
     """
-    assert source.format != "parquet", "a Parquet file is not a stream of text"
-    if source.compression == "gzip":
-        return cast(BinaryIO, gzip.open(source.path, "rb"))
-    if source.compression == "zstd":
-        return cast(BinaryIO, zstd.open(source.path, "rb"))
-    return source.path.open("rb")
+    assert file.format != "parquet", "a Parquet file is not a stream of text"
+    if file.compression == "gzip":
+        return cast(BinaryIO, gzip.open(file.path, "rb"))
+    if file.compression == "zstd":
+        return cast(BinaryIO, zstd.open(file.path, "rb"))
+    return file.path.open("rb")
 
 
-def open_parquet(source: SourceFile) -> Any:
+def open_parquet(file: InputFile) -> Any:
     """Open a Parquet file with pyarrow.
 
     Returns:
@@ -122,27 +122,27 @@ def open_parquet(source: SourceFile) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"Reading Parquet needs the package pyarrow, and importing it failed ({error}); the "
-            f"input has {source.path}. Install it with: pip install 'megatron-switch[hf]'."
+            f"input has {file.path}. Install it with: pip install 'megatron-switch[hf]'."
         ) from error
-    return parquet.ParquetFile(source.path)
+    return parquet.ParquetFile(file.path)
 
 
-def head_fault(source: SourceFile, *, text_key: str) -> str:
+def head_fault(file: InputFile, *, text_key: str) -> str:
     """Return what is wrong with the beginning of a file, "" when nothing is.
 
     Args:
-        source: The file.
+        file: The file.
         text_key: Column that a Parquet file must have, ``--text-key``.
 
     Raises:
         ConfigError: The file is Parquet and pyarrow is not installed.
     """
-    if source.size == 0:
+    if file.size == 0:
         return "is empty"
     try:
-        if source.format == "parquet":
-            return _parquet_fault(source, text_key)
-        with open_bytes(source) as stream:
+        if file.format == "parquet":
+            return _parquet_fault(file, text_key)
+        with open_bytes(file) as stream:
             head = stream.read(_HEAD_BYTES)
     except READ_ERRORS as error:
         return f"cannot be read ({read_error_text(error)})"
@@ -167,13 +167,13 @@ def text_fault(data: bytes, *, final: bool = True) -> str:
 
 
 def read_error_text(error: Exception) -> str:
-    """Return what a reading error says, without the file's name, which the message has already."""
+    """Return the text of a reading error, without the file's name, which messages have already."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
-def _parquet_fault(source: SourceFile, text_key: str) -> str:
+def _parquet_fault(file: InputFile, text_key: str) -> str:
     try:
-        with open_parquet(source) as parquet:
+        with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
             rows = parquet.metadata.num_rows
     except ConfigError:

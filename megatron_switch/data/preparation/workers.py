@@ -1,8 +1,8 @@
 """Tokenising shards in several processes.
 
 Processes are forked, so that they share what the parent has imported and built, tokenizer included.
-They end with their parent, whatever ends it, and leave Ctrl-C to it. Which process makes which
-shard is left to chance and shows nowhere.
+They end with their parent, whatever ends it, and leave Ctrl-C to it. The result does not depend on
+which process makes which shard.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
-from megatron_switch.data.token_shards import Shard, ShardRecord, ShardWriter
+from megatron_switch.data.preparation.token_shards import Shard, ShardRecord, ShardWriter
 from megatron_switch.errors import DataError
 
 _writer: ShardWriter | None = None  # of this worker process; None in the parent

@@ -1,0 +1,1 @@
+"""Text to token files: what ``megatron-switch prepare`` does."""
