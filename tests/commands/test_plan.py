@@ -234,7 +234,7 @@ def test_fit_reads_measurements_and_writes_hardware(capsys, tmp_path):
         (f"plan -- {OWN} --switch-dispatch fast", "--switch-dispatch is auto, packed or padded"),
         (
             f"plan -- {OWN} --hidden-dropout x",
-            "--hidden-dropout takes a finite number, 0 or more, got x",
+            "--hidden-dropout takes a finite number, 0 or more, below 1, got x",
         ),
         (f"plan --global-batch-size 8 -- {OWN} --context-parallel-size 2", "Transformer Engine"),
     ],

@@ -1,6 +1,6 @@
-"""The architectures that can be converted: which description and which name table each one has.
+"""The architectures that can be converted: which description and which name map each one has.
 
-A ``config.json`` or Megatron's stored arguments go in; a description, a name table, the other
+A ``config.json`` or Megatron's stored arguments go in; a description, a name map, the other
 side's settings and what the user should know come out. What the description cannot say is refused
 by name, because a setting that is passed over makes another model without a word; what is not
 listed here is refused with the list.
@@ -18,8 +18,8 @@ from megatron_switch.checkpoint.convert.gpt_config import (
     read_gpt_config,
     write_gpt_config,
 )
-from megatron_switch.checkpoint.convert.gpt_names import SWITCH_EXPERTS, gpt_table
-from megatron_switch.checkpoint.convert.name_map import NameTable
+from megatron_switch.checkpoint.convert.gpt_names import SWITCH_EXPERTS, gpt_name_map
+from megatron_switch.checkpoint.convert.name_map import NameMap
 from megatron_switch.checkpoint.convert.t5_config import (
     DENSE,
     SWITCH,
@@ -28,7 +28,7 @@ from megatron_switch.checkpoint.convert.t5_config import (
     sequence_capacity,
     write_t5_config,
 )
-from megatron_switch.checkpoint.convert.t5_names import t5_table
+from megatron_switch.checkpoint.convert.t5_names import t5_name_map
 from megatron_switch.errors import CheckpointError
 from megatron_switch.flags.argv import flag_name
 
@@ -68,7 +68,7 @@ class ImportedModel:
 
     model_type: str
     architecture: Architecture
-    table: NameTable
+    name_map: NameMap
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ExportedModel:
     """A model of Megatron, described in Hugging Face's format."""
 
     model_type: str
-    table: NameTable
+    name_map: NameMap
     config: Callable[[str], dict[str, Any]]
     """Content of ``config.json``, given the name of the weights' type."""
     vocab_size: int
@@ -111,20 +111,20 @@ def describe_import(
         multiple: Rows of the embedding become a multiple of this.
 
     Raises:
-        CheckpointError: No name table fits the architecture.
+        CheckpointError: No name map fits the architecture.
     """
     found = config.get("model_type")
     model_type = found if isinstance(found, str) else ""
     if model_type in GPT_TYPES:
         model = read_gpt_config(config, where, multiple=multiple)
         experts = GPT_TYPES[model_type].experts or SWITCH_EXPERTS
-        return ImportedModel(model_type, model, gpt_table(model, experts))
+        return ImportedModel(model_type, model, gpt_name_map(model, experts))
     if model_type in T5_TYPES:
         model, head = read_t5_config(config, where, keys, multiple=multiple)
-        table = t5_table(model, switch=model_type == SWITCH, head=head)
-        return ImportedModel(model_type, model, table)
+        name_map = t5_name_map(model, switch=model_type == SWITCH, head=head)
+        return ImportedModel(model_type, model, name_map)
     raise CheckpointError(
-        f"{where} is of a model of type {found!r:.60}, for which there is no name table. "
+        f"{where} is of a model of type {found!r:.60}, for which there is no name map. "
         f"Converted are: {', '.join(model_types())}."
     )
 
@@ -151,7 +151,7 @@ def describe_export(args: Namespace, *, wanted: str, vocab_size: int | None) -> 
     chosen, notes = choose_type(model, wanted)
     return ExportedModel(
         chosen.name,
-        gpt_table(model, chosen.experts or SWITCH_EXPERTS),
+        gpt_name_map(model, chosen.experts or SWITCH_EXPERTS),
         lambda dtype: write_gpt_config(model, chosen, dtype),
         model.vocab_size,
         notes,
@@ -174,7 +174,7 @@ def _describe_t5(args: Namespace, model: Architecture, wanted: str) -> ExportedM
         )
     return ExportedModel(
         model_type,
-        t5_table(model, switch=model_type == SWITCH),
+        t5_name_map(model, switch=model_type == SWITCH),
         lambda dtype: write_t5_config(model, capacity, dtype),
         model.vocab_size,
         notes,
@@ -211,9 +211,9 @@ def model_of_checkpoint(args: Namespace, *, vocab_size: int | None = None) -> Ar
     return model
 
 
-def name_table(model: Architecture) -> NameTable:
-    """Return the name table of a model in whichever format holds it, for Megatron's side of it."""
-    return gpt_table(model) if model.encoder is None else t5_table(model, switch=True)
+def name_map_of(model: Architecture) -> NameMap:
+    """Return the name map of a model in whichever format holds it, for Megatron's side of it."""
+    return gpt_name_map(model) if model.encoder is None else t5_name_map(model, switch=True)
 
 
 def model_types() -> tuple[str, ...]:

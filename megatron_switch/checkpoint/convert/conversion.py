@@ -23,7 +23,7 @@ from megatron_switch.checkpoint.convert.architectures import (
     describe_export,
     describe_import,
 )
-from megatron_switch.checkpoint.convert.name_map import NameTable, Row
+from megatron_switch.checkpoint.convert.name_map import MapEntry, NameMap
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.formats.dist_reader import DistSource, LayeredSource
@@ -109,22 +109,22 @@ def plan_import(hf: Path, *, dtype: str = "keep", multiple: int = 8) -> Import:
 
     Raises:
         CheckpointError: Files are missing or damaged, tensors do not fit the configuration, or
-            there is no name table for the architecture.
+            there is no name map for the architecture.
     """
     source = HuggingFaceSource(hf)
     config = read_json(hf / CONFIG)
     model = describe_import(config, str(hf / CONFIG), source.tensors, multiple=multiple)
-    model.table.check_other_side(source)
+    model.name_map.check_other_side(source)
     chunks = tuple(
         Chunk(
             key,
-            row.shape,
-            DTYPES[dtype] or row.packed_dtype(source),
-            row.box,
-            partial(_packed, row, source, DTYPES[dtype]),
+            entry.shape,
+            DTYPES[dtype] or entry.packed_dtype(source),
+            entry.region,
+            partial(_packed, entry, source, DTYPES[dtype]),
         )
-        for row in model.table.rows
-        for key in (row.key, *row.copies)
+        for entry in model.name_map.entries
+        for key in (entry.key, *entry.copies)
     )
     return Import(hf, source, model, chunks)
 
@@ -155,7 +155,7 @@ def write_import(
         write_release(
             folder,
             plan.chunks,
-            plan.model.table,
+            plan.model.name_map,
             args,
             workers=workers,
             on_bytes=on_bytes,
@@ -165,7 +165,7 @@ def write_import(
 def write_release(
     folder: Path,
     chunks: Iterable[Chunk],
-    table: NameTable,
+    name_map: NameMap,
     args: Namespace,
     *,
     workers: int,
@@ -176,7 +176,7 @@ def write_release(
     Args:
         folder: Folder to fill.
         chunks: The weights.
-        table: The model's names; its extra states are written too.
+        name_map: The model's names; its extra states are written too.
         args: Arguments to store.
         workers: Threads.
         on_bytes: Called with the size of each chunk that was written.
@@ -186,7 +186,7 @@ def write_release(
     write_dist_checkpoint(
         release,
         tuple(chunks),
-        dict.fromkeys(table.extra_states(), NOTHING),
+        dict.fromkeys(name_map.extra_states(), NOTHING),
         release_state(args),
         workers=workers,
         on_bytes=on_bytes,
@@ -274,20 +274,20 @@ def plan_export(
         )
     source, others, _ = open_weights(found, args)
     model = describe_export(args, wanted=architecture, vocab_size=vocab_size)
-    model.table.check_megatron(source, others)
+    model.name_map.check_megatron(source, others)
     chosen = DTYPES[dtype]
     groups = [
         Group(
-            row.names(),
-            row.shapes(),
-            chosen or source.tensors[row.key].dtype,
-            partial(_unpacked, row, source, chosen),
+            entry.names(),
+            entry.shapes(),
+            chosen or source.tensors[entry.key].dtype,
+            partial(_unpacked, entry, source, chosen),
         )
-        for row in model.table.rows
+        for entry in model.name_map.entries
     ]
     groups += [
         Group((part.name,), (part.shape,), groups[0].dtype, partial(_zeros, part.shape))
-        for part in model.table.inert
+        for part in model.name_map.inert
     ]
     return Export(found, args, model, tuple(groups))
 
@@ -327,25 +327,26 @@ def generation_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"_from_model_config": True, **taken}
 
 
-def _packed(row: Row, source: TensorSource, dtype: torch.dtype | None) -> torch.Tensor:
-    return _rounded(row.pack(source), dtype, row)
+def _packed(entry: MapEntry, source: TensorSource, dtype: torch.dtype | None) -> torch.Tensor:
+    return _rounded(entry.pack(source), dtype, entry)
 
 
 def _unpacked(
-    row: Row, source: TensorSource, dtype: torch.dtype | None
+    entry: MapEntry, source: TensorSource, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, ...]:
-    return tuple(_rounded(part, dtype, row) for part in row.unpack(source))
+    return tuple(_rounded(part, dtype, entry) for part in entry.unpack(source))
 
 
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype | None, row: Row) -> torch.Tensor:
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype | None, entry: MapEntry) -> torch.Tensor:
     """Return a tensor in another type, after checking that all of its values are still finite."""
     if dtype is None or tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
     if not bool(torch.isfinite(result.sum(dtype=torch.float64))):
+        largest = float(tensor.abs().max())
         raise CheckpointError(
-            f"{row.key} ({', '.join(row.names())}) has values up to {float(tensor.abs().max()):.6g}"
-            f", which {dtype} cannot hold. Convert with --dtype keep."
+            f"{entry.key} ({', '.join(entry.names())}) has values up to {largest:.6g}, which "
+            f"{dtype} cannot hold. Convert with --dtype keep."
         )
     return result
 

@@ -63,8 +63,8 @@ def _hugging_face(folder: Path) -> Inspection:
     facts = {"format": "Hugging Face", "model type": str(config.get("model_type"))}
     facts |= _sizes(source.tensors)
     model = describe_import(config, str(folder / CONFIG), source.tensors, multiple=1)
-    model.table.check_other_side(source)
-    facts["name table"] = f"fits: {len(source.tensors)} tensors, every one known"
+    model.name_map.check_other_side(source)
+    facts["name map"] = f"fits: {len(source.tensors)} tensors, every one known"
     facts |= {
         name: str(model.flags[name])
         for name in ("num-layers", "hidden-size", "num-experts", "moe-layer-freq")

@@ -1,10 +1,10 @@
-"""A row of a name table: one tensor of Megatron and what it is made of elsewhere.
+"""Name maps: every tensor of a Megatron model, and the tensors of Hugging Face's it is made of.
 
-The same row serves both directions, so that the two cannot disagree, and a model's table is the
-whole of it: every key of a source must be in some row, and every row of the target is written.
+The same entry serves both directions, so that the two cannot disagree, and a model's map is the
+whole of it: every key of a source must be in some entry, and every entry of the target is written.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_switch.checkpoint.convert.packing import Interleaved, Packing
 from megatron_switch.checkpoint.formats.tensor_source import (
-    Box,
+    Region,
     TensorInfo,
     TensorSource,
     check_finite,
@@ -26,7 +26,7 @@ from megatron_switch.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Part:
+class HfTensor:
     """A tensor in Hugging Face's format."""
 
     name: str
@@ -49,28 +49,28 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Row:
+class MapEntry:
     """One tensor of Megatron's checkpoint, or one expert of it."""
 
     key: str
     shape: tuple[int, ...]
     """Shape of the whole tensor under ``key``."""
-    parts: tuple[Part, ...]
+    parts: tuple[HfTensor, ...]
     packing: Packing
     expert: int | None = None
-    """Index of the first dim that this row is; None where it is the whole tensor."""
+    """Index of an entry that is one expert of a stack; None where it is the whole tensor."""
     copies: tuple[str, ...] = ()
     """Other keys under which Megatron keeps the same tensor."""
 
     @property
-    def box(self) -> Box:
-        """The part of the tensor that this row is."""
+    def region(self) -> Region:
+        """The part of the tensor that this entry is."""
         if self.expert is None:
-            return Box.whole(self.shape)
-        return Box.row(self.shape, self.expert)
+            return Region.whole(self.shape)
+        return Region.row(self.shape, self.expert)
 
     def pack(self, source: TensorSource) -> Tensor:
-        """Read the parts and return Megatron's tensor, shape of :attr:`box`."""
+        """Read the parts and return Megatron's tensor, shape of :attr:`region`."""
         tensors = []
         for part in self.parts:
             name, *others = part.names_in(source)
@@ -88,7 +88,7 @@ class Row:
 
     def unpack(self, source: TensorSource) -> tuple[Tensor, ...]:
         """Read Megatron's tensor and return the parts, each with its copies behind it."""
-        packed = _read(source, self.key, self.box)
+        packed = _read(source, self.key, self.region)
         parts = self.packing.unpack(packed if self.expert is None else packed.squeeze(0))
         pairs = zip(self.parts, parts, strict=True)
         return tuple(tensor for part, tensor in pairs for _ in (part.name, *part.copies))
@@ -106,39 +106,68 @@ class Row:
         return common_dtype(source.tensors[part.names_in(source)[0]] for part in self.parts)
 
 
-def plain(key: str, name: str, shape: tuple[int, ...], expert: int | None = None) -> Row:
-    """Return the row of a tensor that is the same on both sides.
+def plain(key: str, name: str, shape: tuple[int, ...], expert: int | None = None) -> MapEntry:
+    """Return the entry of a tensor that is the same on both sides.
 
     Args:
         key: Megatron's key.
         name: Hugging Face's name.
         shape: Shape there.
-        expert: Index of an expert, for a row of a stack.
+        expert: Index of an expert, for an entry of a stack.
     """
-    return Row(key, shape, (Part(name, shape),), Interleaved(1, shape[:1]), expert)
+    return MapEntry(key, shape, (HfTensor(name, shape),), Interleaved(1, shape[:1]), expert)
+
+
+def expert_entries(
+    ours: str,
+    names: Sequence[str],
+    prefixes: Sequence[str],
+    *,
+    width: int,
+    hidden: int,
+) -> Iterator[MapEntry]:
+    """Yield the entries of the experts of a layer: Megatron stacks all of them in two tensors.
+
+    Args:
+        ours: Prefix of the layer's experts in Megatron.
+        names: The matrices of an expert there: one or, with a gate, two of the first linear layer,
+            and the one of the second.
+        prefixes: What comes before these names, for each expert.
+        width: Of the model.
+        hidden: Hidden width of an expert.
+    """
+    *first, last = names
+    packing = Interleaved(1, (hidden,) * len(first))
+    for expert, prefix in enumerate(prefixes):
+        parts = tuple(HfTensor(prefix + name, (hidden, width)) for name in first)
+        shape = (len(prefixes), len(first) * hidden, width)
+        yield MapEntry(f"{ours}linear_fc1.weight", shape, parts, packing, expert)
+        shape = (len(prefixes), width, hidden)
+        part = HfTensor(prefix + last, (width, hidden))
+        yield MapEntry(f"{ours}linear_fc2.weight", shape, (part,), Interleaved(1, (width,)), expert)
 
 
 @dataclass(frozen=True)
-class NameTable:
+class NameMap:
     """Every tensor of a model, on both sides."""
 
-    rows: tuple[Row, ...]
+    entries: tuple[MapEntry, ...]
     modules: tuple[str, ...]
     """Megatron modules that have an ``_extra_state`` entry, which must exist and holds nothing."""
     expert_modules: tuple[tuple[str, int], ...] = ()
     """Likewise of modules with one entry for each expert, and the number of experts."""
-    inert: tuple[Part, ...] = ()
+    inert: tuple[HfTensor, ...] = ()
     """Tensors that a format demands and whose values change nothing; zeros are written."""
     unread: tuple[str, ...] = ()
     """Names of what files of older libraries hold and no library reads any more."""
 
     def check_other_side(self, source: TensorSource) -> None:
-        """Raise unless a source has all parts of all rows and nothing else.
+        """Raise unless a source has all parts of all entries and nothing else.
 
         Raises:
             CheckpointError: Listing what is missing, left over, or of another shape or type.
         """
-        known = {part.name: part for row in self.rows for part in row.parts}
+        known = {part.name: part for entry in self.entries for part in entry.parts}
         known |= {part.name: part for part in self.inert}
         aliases = {alias for part in known.values() for alias in part.aliases}
         missing = [
@@ -157,7 +186,7 @@ class NameTable:
         return tuple(name for name in (*self.unread, *inert) if name in source.tensors)
 
     def check_megatron(self, tensors: TensorSource, ignored: Iterable[str] = ()) -> None:
-        """Raise unless a Megatron checkpoint has every key of the table and no other weight.
+        """Raise unless a Megatron checkpoint has every key of the map and no other weight.
 
         Args:
             tensors: The checkpoint.
@@ -167,8 +196,8 @@ class NameTable:
             CheckpointError: Listing what is missing, left over, or of another shape or type.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        for row in self.rows:
-            shapes.update(dict.fromkeys((row.key, *row.copies), row.shape))
+        for entry in self.entries:
+            shapes.update(dict.fromkeys((entry.key, *entry.copies), entry.shape))
         missing = shapes.keys() - tensors.tensors.keys()
         _refuse(tensors, missing, tensors.tensors.keys() - shapes.keys() - set(ignored))
         for key, shape in shapes.items():
@@ -198,8 +227,8 @@ def _refuse(source: TensorSource, missing: Iterable[str], extra: Iterable[str]) 
         )
 
 
-def _read(source: TensorSource, key: str, box: Box | None = None) -> Tensor:
-    tensor = source.read(key, box)
+def _read(source: TensorSource, key: str, region: Region | None = None) -> Tensor:
+    tensor = source.read(key, region)
     info: TensorInfo = source.tensors[key]
     check_finite(tensor, key, info.file)
     return tensor

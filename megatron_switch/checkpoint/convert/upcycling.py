@@ -33,7 +33,7 @@ from torch import Tensor
 
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.formats.dist_writer import Chunk
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.errors import CheckpointError
 from megatron_switch.moe.initialization import init_router_weight_
 
@@ -124,7 +124,7 @@ def _upcycled(chunk: Chunk, layer: tuple[str, int], name: str, how: Upcycling) -
                 f"{prefix}mlp.experts.experts.{linear}.weight",
                 stack,
                 chunk.dtype,
-                Box((expert, *chunk.box.offsets), (1, *chunk.box.sizes)),
+                Region((expert, *chunk.region.offsets), (1, *chunk.region.sizes)),
                 partial(_expert, chunk, factor, second_half=half),
             )
     elif name.startswith("mlp."):
@@ -137,7 +137,7 @@ def _upcycled(chunk: Chunk, layer: tuple[str, int], name: str, how: Upcycling) -
 
 
 def _expert(chunk: Chunk, factor: float, *, second_half: bool) -> Tensor:
-    assert chunk.box == Box.whole(chunk.shape), "matrices of a dense MLP are read whole"
+    assert chunk.region == Region.whole(chunk.shape), "matrices of a dense MLP are read whole"
     weight = chunk.make()
     if factor != 1.0:
         weight = weight.clone()
@@ -159,7 +159,7 @@ def _router(chunk: Chunk, layer: tuple[str, int], how: Upcycling) -> Chunk:
         f"{layer[0]}.layers.{layer[1]}.mlp.router.weight",
         shape,
         chunk.dtype,
-        Box.whole(shape),
+        Region.whole(shape),
         partial(_draw_router, shape, before + layer[1] + 1, how),
     )
 

@@ -1,6 +1,6 @@
 """Compare the two sides of a conversion tensor by tensor, without a model.
 
-Every row of the name table is packed from Hugging Face's side and compared with Megatron's tensor,
+Every entry of the name map is packed from Hugging Face's side and compared with Megatron's tensor,
 bit by bit, signs of zeros included. Where the types differ (``--dtype``), the side of the finer one
 is either the other's values in more bits, or was rounded to them; the two are told apart, so that a
 bit that only the finer side has shows as one tensor more that was rounded.
@@ -17,7 +17,7 @@ import torch
 
 from megatron_switch.checkpoint.convert.architectures import describe_import
 from megatron_switch.checkpoint.convert.conversion import open_weights, stored_args
-from megatron_switch.checkpoint.convert.name_map import Row
+from megatron_switch.checkpoint.convert.name_map import MapEntry
 from megatron_switch.checkpoint.formats.hf_folder import CONFIG, HuggingFaceSource, read_json
 from megatron_switch.checkpoint.formats.tensor_source import TensorSource, differing_bits
 from megatron_switch.checkpoint.load.files import FoundCheckpoint
@@ -28,13 +28,13 @@ from megatron_switch.errors import CheckpointError
 class TensorComparison:
     """What was compared, when nothing differs."""
 
-    rows: int
+    tensors: int
     """Tensors of Megatron, each expert counted on its own."""
     nbytes: int
     widened: int
-    """Rows whose types differ, with the same values in both."""
+    """Tensors whose types differ, with the same values in both."""
     rounded: int
-    """Rows whose types differ, and of which the finer side had to be rounded to be equal."""
+    """Tensors whose types differ, and of which the finer side had to be rounded to be equal."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Comparison:
     hf: Path
     folder: Path
     """Folder of Megatron's iteration."""
-    rows: tuple[Row, ...]
+    entries: tuple[MapEntry, ...]
     source: TensorSource
     """Hugging Face's side."""
     weights: TensorSource
@@ -52,10 +52,9 @@ class Comparison:
 
     @property
     def nbytes(self) -> int:
-        """Size of Megatron's tensors, each row and copy of it."""
-        return sum(
-            row.box.numel * self.weights.tensors[key].dtype.itemsize for row, key in self._pairs()
-        )
+        """Size of Megatron's tensors, each entry and copy of it."""
+        tensors = self.weights.tensors
+        return sum(each.region.numel * tensors[key].dtype.itemsize for each, key in self._pairs())
 
     def carry_out(
         self, *, on_bytes: Callable[[int], None] = lambda count: None
@@ -70,14 +69,14 @@ class Comparison:
             CheckpointError: Naming file, key and how many elements differ.
         """
         nbytes = widened = rounded = 0
-        for row, key in self._pairs():
-            theirs, ours = row.pack(self.source), self.weights.read(key, row.box)
+        for entry, key in self._pairs():
+            theirs, ours = entry.pack(self.source), self.weights.read(key, entry.region)
             coarse = max(theirs.dtype, ours.dtype, key=lambda dtype: torch.finfo(dtype).eps)
             differing = differing_bits(theirs.to(coarse), ours.to(coarse))
             if differing:
                 raise CheckpointError(
-                    f"{self.folder}: {key} at {row.box.offsets} differs from "
-                    f"{', '.join(row.names())} in {self.hf}: {differing} of {ours.numel()} "
+                    f"{self.folder}: {key} at {entry.region.offsets} differs from "
+                    f"{', '.join(entry.names())} in {self.hf}: {differing} of {ours.numel()} "
                     "elements."
                 )
             if theirs.dtype != ours.dtype:
@@ -86,10 +85,10 @@ class Comparison:
                 widened, rounded = widened + is_exact, rounded + (not is_exact)
             nbytes += ours.nbytes
             on_bytes(ours.nbytes)
-        return TensorComparison(len(self.rows), nbytes, widened, rounded)
+        return TensorComparison(len(self.entries), nbytes, widened, rounded)
 
-    def _pairs(self) -> Iterator[tuple[Row, str]]:
-        return ((row, key) for row in self.rows for key in (row.key, *row.copies))
+    def _pairs(self) -> Iterator[tuple[MapEntry, str]]:
+        return ((entry, key) for entry in self.entries for key in (entry.key, *entry.copies))
 
 
 def plan_comparison(hf: Path, found: FoundCheckpoint) -> Comparison:
@@ -107,11 +106,11 @@ def plan_comparison(hf: Path, found: FoundCheckpoint) -> Comparison:
     config = read_json(hf / CONFIG)
     # The padding is the checkpoint's: any multiple may have been chosen.
     multiple = int(args.padded_vocab_size)
-    table = describe_import(config, str(hf / CONFIG), source.tensors, multiple=multiple).table
-    table.check_other_side(source)
+    name_map = describe_import(config, str(hf / CONFIG), source.tensors, multiple=multiple).name_map
+    name_map.check_other_side(source)
     weights, others, _ = open_weights(found, args)
-    table.check_megatron(weights, others)
-    return Comparison(hf, found.folder, table.rows, source, weights)
+    name_map.check_megatron(weights, others)
+    return Comparison(hf, found.folder, name_map.entries, source, weights)
 
 
 def compare_sides(hf: Path, found: FoundCheckpoint) -> TensorComparison:

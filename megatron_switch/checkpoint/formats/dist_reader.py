@@ -1,9 +1,9 @@
-"""Tensors of a ``torch_dist`` checkpoint, read box by box without a model and without pickle.
+"""Tensors of a ``torch_dist`` checkpoint, read region by region without a model and without pickle.
 
 The index is read with a closed list of classes
 (:mod:`megatron_switch.checkpoint.formats.dist_metadata`), and each stored chunk with
-``weights_only``. Only chunks that a box touches are read, one at a time, so one expert of a stack
-costs the memory of one expert.
+``weights_only``. Only chunks that a region touches are read, one at a time, so one expert of a
+stack costs the memory of one expert.
 
 Layers that are all alike may be stacked on disk (``decoder.layers.mlp...`` with a layer dim in
 front). :class:`LayeredSource` shows them under one key for each layer, as layers of different kinds
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_switch.checkpoint.formats.dist_metadata import find_defect, read_index
-from megatron_switch.checkpoint.formats.tensor_source import Box, TensorInfo, TensorSource
+from megatron_switch.checkpoint.formats.tensor_source import Region, TensorInfo, TensorSource
 from megatron_switch.errors import CheckpointError
 
 
@@ -58,10 +58,10 @@ class DistSource:
         tensors = {key for key, _ in self._entries()}
         return frozenset(self._index.state_dict_metadata.keys() - tensors)
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a box of it; see :class:`TensorSource`."""
+    def read(self, key: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or a region of it; see :class:`TensorSource`."""
         info = self.tensors[key]
-        wanted = box or Box.whole(info.shape)
+        wanted = region or Region.whole(info.shape)
         result: Tensor | None = None
         filled = 0
         for chunk in self.chunks(key):
@@ -82,10 +82,10 @@ class DistSource:
             )
         return torch.empty(wanted.sizes, dtype=info.dtype) if result is None else result
 
-    def chunks(self, key: str) -> tuple[Box, ...]:
-        """Return the boxes in which a tensor is stored."""
+    def chunks(self, key: str) -> tuple[Region, ...]:
+        """Return the regions in which a tensor is stored."""
         entry = cast(TensorStorageMetadata, self._index.state_dict_metadata[key])
-        return tuple(Box(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks)
+        return tuple(Region(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks)
 
     def read_object(self, key: str) -> bytes:
         """Return the bytes of an entry that is no tensor, unread, to be copied."""
@@ -107,7 +107,7 @@ class DistSource:
             )
         return location
 
-    def _read_chunk(self, key: str, chunk: Box) -> Tensor:
+    def _read_chunk(self, key: str, chunk: Region) -> Tensor:
         location = self._location(MetadataIndex(key, torch.Size(chunk.offsets)), key)
         path = self.folder / location.relative_path
         try:
@@ -172,14 +172,14 @@ class LayeredSource:
                     name = f"{match[1]}.layers.{layer}.{match[2]}"
                     self.tensors[name], self._places[name] = one, (key, layer)
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a box of it; see :class:`TensorSource`."""
+    def read(self, key: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or a region of it; see :class:`TensorSource`."""
         at = self._places[key]
         if at is None:
-            return self._source.read(key, box)
+            return self._source.read(key, region)
         stack, layer = at
-        inner = box or Box.whole(self.tensors[key].shape)
-        outer = Box((layer, *inner.offsets), (1, *inner.sizes))
+        inner = region or Region.whole(self.tensors[key].shape)
+        outer = Region((layer, *inner.offsets), (1, *inner.sizes))
         return self._source.read(stack, outer).squeeze(0)
 
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_switch.checkpoint.formats.dist_metadata import COMMON_STATE_KEY
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.upstream.private import StorageInfo
 
 _FILE_BYTES = 4 * 2**30
@@ -41,13 +41,13 @@ _FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor of the new checkpoint, and how to make it."""
+    """A region of a tensor of the new checkpoint, and how to make it."""
 
     key: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
     dtype: torch.dtype
-    box: Box
+    region: Region
     make: Callable[[], Tensor] = field(compare=False, repr=False)
     rank: int = 0
     """Which rank's file it goes to, where ranks matter."""
@@ -55,7 +55,7 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.box.numel * self.dtype.itemsize
+        return self.region.numel * self.dtype.itemsize
 
 
 def write_dist_checkpoint(
@@ -71,7 +71,7 @@ def write_dist_checkpoint(
 
     Args:
         folder: Folder to fill; it must exist and be empty.
-        chunks: Every box of every tensor.
+        chunks: Every region of every tensor.
         objects: Entries that are no tensors, as ``torch.save`` wrote them.
         common_state: What is equal on all ranks.
         workers: Threads that each make and write chunks; memory grows with their number.
@@ -118,12 +118,12 @@ def _check_tiling(chunks: Iterable[Chunk]) -> None:
     seen: set[tuple[str, tuple[int, ...]]] = set()
     shapes = {}
     for chunk in chunks:
-        assert (chunk.key, chunk.box.offsets) not in seen, f"{chunk.key} is written twice"
-        seen.add((chunk.key, chunk.box.offsets))
-        sizes[chunk.key] = sizes.get(chunk.key, 0) + chunk.box.numel
+        assert (chunk.key, chunk.region.offsets) not in seen, f"{chunk.key} is written twice"
+        seen.add((chunk.key, chunk.region.offsets))
+        sizes[chunk.key] = sizes.get(chunk.key, 0) + chunk.region.numel
         shapes[chunk.key] = chunk.shape
     for key, size in sizes.items():
-        assert size == Box.whole(shapes[key]).numel, f"{key} is not written whole"
+        assert size == Region.whole(shapes[key]).numel, f"{key} is not written whole"
 
 
 def _tensor_entries(chunks: Iterable[Chunk]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _tensor_entries(chunks: Iterable[Chunk]) -> dict[str, Any]:
                 chunks=[],
             )
         place = ChunkStorageMetadata(
-            offsets=torch.Size(chunk.box.offsets), sizes=torch.Size(chunk.box.sizes)
+            offsets=torch.Size(chunk.region.offsets), sizes=torch.Size(chunk.region.sizes)
         )
         entries[chunk.key].chunks.append(place)
     return entries
@@ -173,8 +173,8 @@ def _write_file(
             if stop.is_set():
                 break
             tensor = chunk.make().to(chunk.dtype)
-            assert tuple(tensor.shape) == chunk.box.sizes, f"{chunk.key}: {tuple(tensor.shape)}"
-            index = MetadataIndex(chunk.key, torch.Size(chunk.box.offsets))
+            assert tuple(tensor.shape) == chunk.region.sizes, f"{chunk.key}: {tuple(tensor.shape)}"
+            index = MetadataIndex(chunk.key, torch.Size(chunk.region.offsets))
             places[index] = _append(stream, name, _own_storage(tensor))
             del tensor
             on_bytes(chunk.nbytes)

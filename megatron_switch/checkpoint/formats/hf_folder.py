@@ -19,7 +19,7 @@ from megatron_switch.checkpoint.formats.safetensors_file import (
     SafetensorsFile,
     write_safetensors,
 )
-from megatron_switch.checkpoint.formats.tensor_source import Box, TensorInfo, listing
+from megatron_switch.checkpoint.formats.tensor_source import Region, TensorInfo, listing
 from megatron_switch.errors import CheckpointError
 from megatron_switch.utils.fields import Fields, Source
 
@@ -65,9 +65,9 @@ class HuggingFaceSource:
         if index is not None:
             self._check_index(*index)
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a box of it; see :class:`TensorSource`."""
-        return self._files[self._file_of[key]].read(key, box)
+    def read(self, key: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or a region of it; see :class:`TensorSource`."""
+        return self._files[self._file_of[key]].read(key, region)
 
     def _index(self) -> tuple[Path, dict[str, str]] | None:
         for name in (_SAFETENSORS, _BIN):
@@ -150,10 +150,10 @@ class _BinFile:
             key: TensorInfo(tuple(value.shape), value.dtype, path) for key, value in values.items()
         }
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
+    def read(self, key: str, region: Region | None = None) -> Tensor:
         value = self._values[key]
-        if box is not None:
-            value = value[box.slices_in(Box.whole(value.shape))]
+        if region is not None:
+            value = value[region.slices_in(Region.whole(value.shape))]
         return value.clone(memory_format=torch.contiguous_format)
 
 

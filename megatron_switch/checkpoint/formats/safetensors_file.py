@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_switch.checkpoint.formats.tensor_source import Box, TensorInfo
+from megatron_switch.checkpoint.formats.tensor_source import Region, TensorInfo
 from megatron_switch.errors import CheckpointError
 
 _NAMES = {
@@ -61,18 +61,18 @@ class SafetensorsFile:
             ) from error
         self.tensors = {key: self._info(key) for key in self._file.offset_keys()}
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a box of it; see :class:`TensorSource`.
+    def read(self, key: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or a region of it; see :class:`TensorSource`.
 
         Raises:
             CheckpointError: The file ends early.
         """
-        whole = Box.whole(self.tensors[key].shape)
+        whole = Region.whole(self.tensors[key].shape)
         try:
-            if box is None or box == whole:
+            if region is None or region == whole:
                 tensor: Tensor = self._file.get_tensor(key)
             else:
-                tensor = self._file.get_slice(key)[box.slices_in(whole)]
+                tensor = self._file.get_slice(key)[region.slices_in(whole)]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self._path}: {key} cannot be read: {error}.") from error
         return tensor

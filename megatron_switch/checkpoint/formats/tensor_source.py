@@ -1,7 +1,7 @@
 """Where tensors come from and what they must be, whatever the file format.
 
-A :class:`TensorSource` lists its tensors without reading them and reads any box of any of them, so
-that a conversion plans with sizes and types alone, refuses what does not fit before it writes a
+A :class:`TensorSource` lists its tensors without reading them and reads any region of any of them,
+so that a conversion plans with sizes and types alone, refuses what does not fit before it writes a
 byte, and afterwards never holds more than the tensor at hand.
 """
 
@@ -21,31 +21,31 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Box:
+class Region:
     """A part of a tensor: one offset and one size for each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Box":
-        """Return the box that is the whole tensor."""
+    def whole(cls, shape: Sequence[int]) -> "Region":
+        """Return the region that is the whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
-    def row(cls, shape: Sequence[int], index: int) -> "Box":
+    def row(cls, shape: Sequence[int], index: int) -> "Region":
         """Return row ``index`` of the first dim, which stays, with size 1."""
         return cls((index, *(0 for _ in shape[1:])), (1, *shape[1:]))
 
-    def intersection(self, other: "Box") -> "Box | None":
-        """Return the part that two boxes of one tensor share, or None."""
+    def intersection(self, other: "Region") -> "Region | None":
+        """Return the part that two regions of one tensor share, or None."""
         begin = tuple(map(max, self.offsets, other.offsets))
         end = tuple(map(min, self.ends, other.ends))
         sizes = tuple(e - b for b, e in zip(begin, end, strict=True))
-        return None if any(size <= 0 for size in sizes) else Box(begin, sizes)
+        return None if any(size <= 0 for size in sizes) else Region(begin, sizes)
 
-    def slices_in(self, outer: "Box") -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that holds ``outer``."""
+    def slices_in(self, outer: "Region") -> tuple[slice, ...]:
+        """Return the index of this region in a tensor that holds ``outer``."""
         return tuple(
             slice(at - origin, at - origin + size)
             for at, origin, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
@@ -85,8 +85,8 @@ class TensorSource(Protocol):
         """Every tensor by its key."""
         ...
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a box of it, on the CPU, in storage of its own.
+    def read(self, key: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or a region of it, on the CPU, in storage of its own.
 
         Raises:
             CheckpointError: The file does not hold what was announced.

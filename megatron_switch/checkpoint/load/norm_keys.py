@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from torch import Tensor
 
-from megatron_switch.checkpoint.formats.tensor_source import Box, TensorSource
+from megatron_switch.checkpoint.formats.tensor_source import Region, TensorSource
 
 _NORM = re.compile(r"(.*layers\.(?:\d+\.)?)pre_mlp_layernorm\.(weight|bias)")
 """Of weights and of their moments, whose names end alike; layers may be stacked."""
@@ -54,9 +54,9 @@ class NeutralNorms:
         names = {stored: name for name, stored in self._stored.items()}
         self.tensors = {names.get(key, key): info for key, info in source.tensors.items()}
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a box of it."""
-        return self._source.read(self._stored.get(key, key), box)
+    def read(self, key: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or a region of it."""
+        return self._source.read(self._stored.get(key, key), region)
 
 
 def stored_name(layer: str, parameter: str) -> str:

@@ -2,8 +2,9 @@
 
 Equal shares are the rule. ``--decoder-first-pipeline-num-layers`` and its counterpart for the last
 stage give the ends a number of their own, and the stages between share the rest equally;
-``--pipeline-model-parallel-layout`` spells every stage out, in chunks where stages are interleaved.
-The embedding is on the first stage and what follows the last layer on the last, in all of them.
+``--pipeline-model-parallel-layout`` lists the layers of every stage, in chunks where stages are
+interleaved. The embedding is on the first stage and what follows the last layer on the last, in all
+of them.
 """
 
 from argparse import Namespace
@@ -19,7 +20,7 @@ from megatron_switch.flags.argv import flag_name
 _ATTRIBUTES = {
     "first": "decoder_first_pipeline_num_layers",
     "last": "decoder_last_pipeline_num_layers",
-    "spelled": "pipeline_model_parallel_layout",
+    "layout": "pipeline_model_parallel_layout",
 }
 PLACEMENT_FLAGS: Mapping[str, str] = {
     name: flag_name(attribute) for name, attribute in _ATTRIBUTES.items()
@@ -35,7 +36,7 @@ class Placement:
     """Layers of the first stage."""
     last: int | None = None
     """Layers of the last stage."""
-    spelled: str | None = None
+    layout: str | None = None
     """Every stage by its layers' letters, such as ``Ett|ttL``; excludes the other two."""
 
     @classmethod
@@ -69,8 +70,8 @@ class Placement:
         Raises:
             LayoutError: The layers do not go onto the stages.
         """
-        if self.spelled is not None:
-            return self._spelled_out(self.spelled, num_layers, pp)
+        if self.layout is not None:
+            return self._parsed_layout(self.layout, num_layers, pp)
         if self.first is None and self.last is None:
             counts = _equal_shares(num_layers, pp, "")
         else:
@@ -101,8 +102,8 @@ class Placement:
         both = {"first": self.first, "last": self.last}
         return {name: count for name, count in both.items() if count is not None}
 
-    def _spelled_out(self, text: str, num_layers: int, pp: int) -> tuple[int, ...]:
-        flag = PLACEMENT_FLAGS["spelled"]
+    def _parsed_layout(self, text: str, num_layers: int, pp: int) -> tuple[int, ...]:
+        flag = PLACEMENT_FLAGS["layout"]
         if self._ends():
             raise LayoutError(
                 f"{flag} places every layer; leave out "
@@ -136,6 +137,6 @@ def _equal_shares(num_layers: int, stages: int, beside: str) -> list[int]:
             f"{num_layers} layers cannot be shared evenly by {stages} pipeline stages{beside}. "
             "Change --pipeline-model-parallel-size, or place layers unevenly with "
             f"{PLACEMENT_FLAGS['first']}, {PLACEMENT_FLAGS['last']} or "
-            f"{PLACEMENT_FLAGS['spelled']}."
+            f"{PLACEMENT_FLAGS['layout']}."
         )
     return [num_layers // stages] * stages

@@ -1,10 +1,10 @@
 """Rewrite a checkpoint for another layout: one process, no model, weights and moments together.
 
 A checkpoint in ``torch_dist`` format loads in any layout as it is; what another layout costs is
-that each rank reads pieces of many files. Here every rank's boxes of the new layout lie in files of
-that rank, the stored arguments name the new layout, and what only the old one could use (random
-states, the fault log) is left out, as Megatron itself ignores it after such a change. Every box is
-read back and compared with the source before the checkpoint gets its name.
+that each rank reads pieces of many files. Here every rank's regions of the new layout lie in files
+of that rank, the stored arguments name the new layout, and what only the old one could use (random
+states, the fault log) is left out, as Megatron itself ignores it after such a change. Every region
+is read back and compared with the source before the checkpoint gets its name.
 
 Refused: optimizer state in the order of one layout's gradient buckets. It cannot be told apart
 without building that layout's model.
@@ -25,7 +25,7 @@ from megatron_switch.checkpoint.formats.dist_writer import Chunk, write_dist_che
 from megatron_switch.checkpoint.formats.tensor_source import differing_bits
 from megatron_switch.checkpoint.load.files import RELEASE, TRACKER, FoundCheckpoint
 from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
-from megatron_switch.checkpoint.reshard.tensor_slices import Cutting
+from megatron_switch.checkpoint.reshard.tensor_slices import TensorSlices
 from megatron_switch.errors import CheckpointError
 from megatron_switch.layout.grid import Layout
 
@@ -78,11 +78,11 @@ def plan_resharding(
     new_args, same = args_for(args, layout, placement)
     gated = bool(getattr(args, "swiglu", False) or getattr(args, "quick_geglu", False))
     gated = gated or getattr(args, "switch_activation", "auto") == "gated-gelu"
-    cutting = Cutting(layout, placement.stages(args.num_layers, layout.pp), gated)
+    slices = TensorSlices(layout, placement.stages(args.num_layers, layout.pp), gated)
     chunks = tuple(
-        Chunk(key, info.shape, info.dtype, box, partial(source.read, key, box), rank)
+        Chunk(key, info.shape, info.dtype, region, partial(source.read, key, region), rank)
         for key, info in source.tensors.items()
-        for rank, box in cutting.boxes(key, info.shape)
+        for rank, region in slices.of(key, info.shape)
     )
     dropped = () if same else _OF_THE_LAYOUT
     objects = tuple(
@@ -185,17 +185,18 @@ def write_resharding(
 
 
 def compare_copies(plan: Resharding, written: DistSource, on_bytes: Callable[[int], None]) -> None:
-    """Raise unless every box reads back as it was in the source.
+    """Raise unless every region reads back as it was in the source.
 
     Raises:
         CheckpointError: Naming the first key that differs.
     """
     for chunk in plan.chunks:
-        first, second = plan.source.read(chunk.key, chunk.box), written.read(chunk.key, chunk.box)
+        key, region = chunk.key, chunk.region
+        first, second = plan.source.read(key, region), written.read(key, region)
         if differing_bits(first, second):
             raise CheckpointError(
-                f"{written.folder}: {chunk.key} at {chunk.box.offsets} reads back differently from "
-                "what was written. The disk is not to be trusted; write to another one."
+                f"{written.folder}: {key} at {region.offsets} reads back differently from what "
+                "was written. The disk is not to be trusted; write to another one."
             )
         on_bytes(chunk.nbytes)
 

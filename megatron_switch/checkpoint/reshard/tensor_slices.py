@@ -1,4 +1,4 @@
-"""Which rank holds which box of a tensor, told from its key: the rules of Megatron's layers.
+"""Which rank holds which region of a tensor, told from its key: the rules of Megatron's layers.
 
 Weights and their optimizer moments are cut alike, so the end of a key decides, whatever stands in
 front of it (``optimizer.state.exp_avg.decoder.layers...``).
@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.layout.grid import Layout
 
 _ROWS = re.compile(
@@ -32,7 +32,7 @@ _AFTER_LAYERS = re.compile(r"(?:.*\.)?(decoder\.final_layernorm\.|output_layer\.
 
 
 @dataclass(frozen=True)
-class Cutting:
+class TensorSlices:
     """A layout, and what of a model decides where cuts are."""
 
     layout: Layout
@@ -40,8 +40,8 @@ class Cutting:
     """Pipeline stage of each layer."""
     gated: bool
 
-    def boxes(self, key: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-        """Yield each box of a tensor with the rank that holds it.
+    def of(self, key: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Region]]:
+        """Yield each region of a tensor with the rank that holds it.
 
         Args:
             key: Key in a Megatron checkpoint.
@@ -55,11 +55,11 @@ class Cutting:
         elif match is not None:
             layers = [int(match[1])]
         for layer in layers:
-            for rank, box in self._cut(key, shape[leading:], self._stage(key, layer)):
+            for rank, region in self._slices(key, shape[leading:], self._stage(key, layer)):
                 if leading:
                     assert layer is not None, "a stack has a layer for each index"
-                    box = Box((layer, *box.offsets), (1, *box.sizes))
-                yield rank, box
+                    region = Region((layer, *region.offsets), (1, *region.sizes))
+                yield rank, region
 
     def _stage(self, key: str, layer: int | None) -> int:
         if self.layout.pp == 1:  # an encoder-decoder's stacks may differ in depth
@@ -68,7 +68,7 @@ class Cutting:
             return self.stages[layer]
         return self.layout.pp - 1 if _AFTER_LAYERS.fullmatch(key) else 0
 
-    def _cut(self, key: str, shape: tuple[int, ...], stage: int) -> Iterator[tuple[int, Box]]:
+    def _slices(self, key: str, shape: tuple[int, ...], stage: int) -> Iterator[tuple[int, Region]]:
         layout = self.layout
         if (match := _EXPERTS.fullmatch(key)) is not None:
             dim = 1 if match[1] == "linear_fc1" else 2
@@ -81,11 +81,11 @@ class Cutting:
                 offsets[dim], sizes[dim] = (part * layout.etp + etp) * width, width
                 ep = expert * layout.ep // experts
                 rank = layout.expert_rank(etp=etp, ep=ep, pp=stage)
-                yield rank, Box(tuple(offsets), tuple(sizes))
+                yield rank, Region(tuple(offsets), tuple(sizes))
             return
         rows = _ROWS.fullmatch(key)
         if rows is None and _COLUMNS.fullmatch(key) is None:
-            yield layout.dense_rank(tp=0, pp=stage), Box.whole(shape)
+            yield layout.dense_rank(tp=0, pp=stage), Region.whole(shape)
             return
         dim = 0 if rows is not None else 1
         parts = 2 if self.gated and rows is not None and rows[1] == "linear_fc1" else 1
@@ -93,4 +93,4 @@ class Cutting:
         for part, tp in itertools.product(range(parts), range(layout.tp)):
             offsets, sizes = [0] * len(shape), list(shape)
             offsets[dim], sizes[dim] = (part * layout.tp + tp) * width, width
-            yield layout.dense_rank(tp=tp, pp=stage), Box(tuple(offsets), tuple(sizes))
+            yield layout.dense_rank(tp=tp, pp=stage), Region(tuple(offsets), tuple(sizes))

@@ -65,13 +65,12 @@ def _import(own: Namespace) -> None:
     args = written_arguments(flags, padded_vocab_size=plan.model.padded_vocab_size)
     with bytes_progress("converting", plan.nbytes) as on_bytes:
         write_import(plan, args, own.megatron, workers=own.workers, on_bytes=on_bytes)
-    rows = len(plan.model.table.rows)
     padding = plan.model.padded_vocab_size - plan.model.vocab_size
     print(
-        f"{own.megatron}: {plan.model.model_type}, {rows} tensors, "
+        f"{own.megatron}: {plan.model.model_type}, {len(plan.model.name_map.entries)} tensors, "
         f"{size_text(plan.nbytes)}, {padding} vocabulary rows of padding."
     )
-    if left_out := plan.model.table.without_effect(plan.source):
+    if left_out := plan.model.name_map.without_effect(plan.source):
         print(f"Left out, because nothing depends on them: {listing(left_out)}.")
     if (trouble := _tokenizer_trouble(plan, args)) is not None:
         print(
@@ -270,7 +269,7 @@ def _verify(own: Namespace) -> None:
         "after rounding": result.rounded,
     }
     how = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) or "bit for bit"
-    print(f"Tensors: {result.rows} compared, {size_text(result.nbytes)}, all equal, {how}.")
+    print(f"Tensors: {result.tensors} compared, {size_text(result.nbytes)}, all equal, {how}.")
     if own.tensors_only:
         return
     from megatron_switch.commands.checkpoints.logit_parity import compare_logits

@@ -51,7 +51,7 @@ def reshard(own: Namespace, sizes: dict[str, Any]) -> None:
     old = state["args"]
     print(
         f"{own.save}: {found.folder.name}, {size_text(plan.nbytes)} in {len(plan.chunks)} "
-        f"boxes, read back and equal. TP {old.tensor_model_parallel_size} -> {layout.tp}, PP "
+        f"regions, read back and equal. TP {old.tensor_model_parallel_size} -> {layout.tp}, PP "
         f"{old.pipeline_model_parallel_size} -> {layout.pp}, EP {old.expert_model_parallel_size} "
         f"-> {layout.ep}, ETP {old.expert_tensor_parallel_size} -> {layout.etp}."
     )

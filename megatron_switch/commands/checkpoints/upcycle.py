@@ -12,7 +12,7 @@ import torch
 
 from megatron_switch.architecture.layer_pattern import Stack, sparse_layers
 from megatron_switch.architecture.model import Architecture
-from megatron_switch.checkpoint.convert.architectures import model_of_checkpoint, name_table
+from megatron_switch.checkpoint.convert.architectures import model_of_checkpoint, name_map_of
 from megatron_switch.checkpoint.convert.conversion import (
     open_weights,
     plan_import,
@@ -24,7 +24,7 @@ from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_writer import Chunk
 from megatron_switch.checkpoint.formats.hf_folder import copy_tokenizer
 from megatron_switch.checkpoint.formats.source_settings import TOKENIZER_FOLDER, keep_settings
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags
 from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
 from megatron_switch.commands.checkpoints.written_arguments import written_arguments
@@ -67,7 +67,7 @@ def upcycle_model(own: Namespace) -> None:
             copy_tokenizer(own.hf, folder / TOKENIZER_FOLDER)
             keep_settings(own.hf, folder / TOKENIZER_FOLDER)
         write_release(
-            folder, chunks, name_table(model), args, workers=own.workers, on_bytes=on_bytes
+            folder, chunks, name_map_of(model), args, workers=own.workers, on_bytes=on_bytes
         )
     print(
         f"{own.save}: {own.num_experts} experts in {len(how.sparse)} "
@@ -90,9 +90,9 @@ def _from_megatron(own: Namespace) -> _Dense:
     weights, others, _ = open_weights(found, args)
     model = model_of_checkpoint(args)
     _refuse_sparse(model, found.folder)
-    name_table(model).check_megatron(weights, others)
+    name_map_of(model).check_megatron(weights, others)
     chunks = tuple(
-        Chunk(key, info.shape, info.dtype, Box.whole(info.shape), partial(weights.read, key))
+        Chunk(key, info.shape, info.dtype, Region.whole(info.shape), partial(weights.read, key))
         for key, info in weights.tensors.items()
         if key not in others
     )

@@ -21,7 +21,7 @@ from megatron_switch.checkpoint.convert.conversion import (
     write_export,
     write_import,
 )
-from megatron_switch.checkpoint.convert.gpt_names import gpt_table
+from megatron_switch.checkpoint.convert.gpt_names import gpt_name_map
 from megatron_switch.checkpoint.convert.t5_config import _step
 from megatron_switch.checkpoint.convert.verification import compare_sides
 from megatron_switch.checkpoint.formats.hf_folder import read_json, write_json
@@ -198,7 +198,7 @@ def test_a_switch_gpt_has_a_layout_of_its_own(tmp_path):
         "position-embedding-type": "learned_absolute",
     }
     args = written_arguments(flags, padded_vocab_size=32)
-    shapes = {row.key: row.shape for row in gpt_table(model_of_checkpoint(args)).rows}
+    shapes = {each.key: each.shape for each in gpt_name_map(model_of_checkpoint(args)).entries}
     tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
     assert "decoder.layers.0.mlp.linear_fc1.bias" in tensors
     save_checkpoint(tmp_path / "megatron", "release", tensors, release_state(args))
@@ -265,7 +265,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(switch, tmp_path, change, m
             {"d_model": None},
             r"lacks the key 'd_model', a whole number, 1 or more. A switch_t",
         ),
-        ({"model_type": "bert"}, r"of type 'bert', for which there is no name table"),
+        ({"model_type": "bert"}, r"of type 'bert', for which there is no name map"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(switch, tmp_path, changes, message):
@@ -330,7 +330,7 @@ def test_what_no_library_reads_any_more_is_left_out(tmp_path, model_type, name, 
     before = plan_import(tmp_path / "hf").chunks
     rewrite(tmp_path / "hf", lambda tensors: tensors.update({name: torch.ones(shape)}))
     plan = plan_import(tmp_path / "hf")
-    assert plan.model.table.without_effect(plan.source) == (name,)
+    assert plan.model.name_map.without_effect(plan.source) == (name,)
     assert [chunk.key for chunk in plan.chunks] == [chunk.key for chunk in before]
 
 

@@ -33,12 +33,12 @@ def test_a_checkpoint_of_fsdp_is_named(tmp_path):
     assert "--ckpt-format torch_dist" in found.advice
 
 
-def test_hugging_faces_format_is_held_against_its_name_table(tmp_path):
+def test_hugging_faces_format_is_held_against_its_name_map(tmp_path):
     hf_models.save(tmp_path, "switch_transformers")
     found = inspect_folder(tmp_path)
     assert found.facts["model type"] == "switch_transformers"
     assert found.facts["num-experts"] == "6"
-    assert found.facts["name table"].startswith("fits: 96 tensors")
+    assert found.facts["name map"].startswith("fits: 96 tensors")
     assert "hf-to-megatron" in found.advice
 
 

@@ -10,7 +10,7 @@ from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.convert.upcycling import Upcycling, upcycle
 from megatron_switch.checkpoint.formats.dist_writer import Chunk
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.errors import CheckpointError
 from megatron_switch.moe.reference import switch_layer
 
@@ -44,7 +44,7 @@ def dense(gated=False, dtype=torch.float32):
     }
     tensors = {key: torch.randn(shape).to(dtype) for key, shape in shapes.items()}
     return tensors, [
-        Chunk(key, tuple(t.shape), t.dtype, Box.whole(t.shape), lambda t=t: t)
+        Chunk(key, tuple(t.shape), t.dtype, Region.whole(t.shape), lambda t=t: t)
         for key, t in tensors.items()
     ]
 
@@ -53,7 +53,7 @@ def made(chunks):
     """Put the chunks of a model together."""
     tensors = {c.key: torch.full(c.shape, float("nan"), dtype=c.dtype) for c in chunks}
     for chunk in chunks:
-        tensors[chunk.key][chunk.box.slices_in(Box.whole(chunk.shape))] = chunk.make()
+        tensors[chunk.key][chunk.region.slices_in(Region.whole(chunk.shape))] = chunk.make()
     return tensors
 
 
@@ -140,7 +140,7 @@ def test_a_weight_that_leaves_its_type_is_refused():
 def test_a_model_with_biases_is_refused():
     _, chunks = dense()
     bias = "decoder.layers.1.mlp.linear_fc2.bias"
-    chunks.append(Chunk(bias, (6,), torch.float32, Box.whole((6,)), lambda: torch.ones(6)))
+    chunks.append(Chunk(bias, (6,), torch.float32, Region.whole((6,)), lambda: torch.ones(6)))
     with pytest.raises(CheckpointError, match=rf"has {bias}, but experts have no biases"):
         upcycle(chunks, HOW)
 

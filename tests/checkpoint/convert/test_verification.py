@@ -56,7 +56,7 @@ def test_comparing_after_rounding(llama, tmp_path, dtype):
     rewrite(llama, lambda tensors: tensors.update({k: t.to(dtype) for k, t in tensors.items()}))
     megatron = imported(llama, tmp_path / "megatron", dtype="bf16")
     result = compare_sides(llama, find_checkpoint(megatron))
-    assert (result.widened, result.rounded) == (0, result.rows)
+    assert (result.widened, result.rounded) == (0, result.tensors)
     key = "model.layers.2.self_attn.v_proj.weight"
     rewrite(llama, lambda tensors: tensors[key][3, 4].mul_(1.01))  # more than rounding
     with pytest.raises(CheckpointError, match=rf"differs from .*{key}.*: 1 of"):
@@ -68,11 +68,11 @@ def test_a_bit_that_only_the_finer_side_has_shows_as_rounding(llama, tmp_path):
     rewrite(llama, lambda tensors: tensors.update({k: t.half() for k, t in tensors.items()}))
     found = find_checkpoint(imported(llama, tmp_path / "megatron", dtype="fp32"))
     result = compare_sides(llama, found)
-    assert (result.widened, result.rounded) == (result.rows, 0)
+    assert (result.widened, result.rounded) == (result.tensors, 0)
     tensors = load_tensors(found.folder)
     key = "decoder.layers.2.self_attention.linear_qkv.weight"
     tensors[key].view(torch.int32)[3, 4] ^= 1
     args = read_common_state(found.folder)["args"]
     save_checkpoint(tmp_path / "changed", 1, tensors, release_state(args))
     result = compare_sides(llama, find_checkpoint(tmp_path / "changed"))
-    assert (result.widened, result.rounded) == (result.rows - 1, 1)
+    assert (result.widened, result.rounded) == (result.tensors - 1, 1)

@@ -17,7 +17,7 @@ from megatron_switch.checkpoint.formats.dist_metadata import (
 )
 from megatron_switch.checkpoint.formats.dist_reader import DistSource, LayeredSource
 from megatron_switch.checkpoint.formats.dist_writer import NOTHING, Chunk, write_dist_checkpoint
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.errors import CheckpointError
 from megatron_switch.testing.checkpoints import load_tensors, save_checkpoint
 
@@ -25,24 +25,24 @@ WHOLE = torch.arange(48.0).reshape(4, 3, 4)
 HALF = torch.arange(6, dtype=torch.bfloat16)
 
 
-def chunks_of(tensor, key, boxes, rank=0):
+def chunks_of(tensor, key, regions, rank=0):
     return [
-        Chunk(key, tuple(tensor.shape), tensor.dtype, box, lambda b=box: cut(tensor, b), rank)
-        for box in boxes
+        Chunk(key, tuple(tensor.shape), tensor.dtype, region, lambda b=region: cut(tensor, b), rank)
+        for region in regions
     ]
 
 
-def cut(tensor, box):
-    return tensor[box.slices_in(Box.whole(tensor.shape))]
+def cut(tensor, region):
+    return tensor[region.slices_in(Region.whole(tensor.shape))]
 
 
-QUARTERS = [Box((row, 0, column), (2, 3, 2)) for row in (0, 2) for column in (0, 2)]
+QUARTERS = [Region((row, 0, column), (2, 3, 2)) for row in (0, 2) for column in (0, 2)]
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A checkpoint with a tensor in four pieces, one in one piece, and an object."""
-    chunks = chunks_of(WHOLE, "whole", QUARTERS) + chunks_of(HALF, "half", [Box.whole((6,))], 1)
+    chunks = chunks_of(WHOLE, "whole", QUARTERS) + chunks_of(HALF, "half", [Region.whole((6,))], 1)
     write_dist_checkpoint(tmp_path, chunks, {"a/shard_0_1": NOTHING}, {"iteration": 7})
     return tmp_path
 
@@ -68,17 +68,17 @@ def test_what_torch_wrote_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "box",
+    "region",
     [
-        Box((0, 0, 0), (4, 3, 4)),
-        Box((1, 1, 1), (2, 1, 2)),  # a piece of each chunk
-        Box((2, 0, 2), (2, 3, 2)),  # a whole chunk
-        Box((3, 2, 3), (1, 1, 1)),
+        Region((0, 0, 0), (4, 3, 4)),
+        Region((1, 1, 1), (2, 1, 2)),  # a piece of each chunk
+        Region((2, 0, 2), (2, 3, 2)),  # a whole chunk
+        Region((3, 2, 3), (1, 1, 1)),
     ],
 )
-def test_any_box_is_read(folder, box):
-    part = DistSource(folder).read("whole", box)
-    assert torch.equal(part, cut(WHOLE, box))
+def test_any_box_is_read(folder, region):
+    part = DistSource(folder).read("whole", region)
+    assert torch.equal(part, cut(WHOLE, region))
     assert part.untyped_storage().nbytes() == part.nbytes
 
 
@@ -88,7 +88,7 @@ def test_only_chunks_that_a_box_touches_are_read(folder, monkeypatch):
     monkeypatch.setattr(
         DistSource, "_read_chunk", lambda s, k, c: read.append(c) or original(s, k, c)
     )
-    source.read("whole", Box((3, 0, 3), (1, 3, 1)))
+    source.read("whole", Region((3, 0, 3), (1, 3, 1)))
     assert read == [QUARTERS[3]]
 
 
@@ -114,10 +114,10 @@ def test_a_failure_ends_the_other_workers_with_the_chunk_at_hand(tmp_path):
         made.append(row)
         return torch.ones(1, 4)
 
-    boxes = [Box((row, 0), (1, 4)) for row in range(rows)]
+    regions = [Region((row, 0), (1, 4)) for row in range(rows)]
     chunks = [
-        Chunk("all", (rows, 4), torch.float32, box, partial(make, row))
-        for row, box in enumerate(boxes)
+        Chunk("all", (rows, 4), torch.float32, region, partial(make, row))
+        for row, region in enumerate(regions)
     ]
     with pytest.raises(CheckpointError, match="a source is damaged"):
         write_dist_checkpoint(tmp_path, chunks, {}, {}, workers=2)
@@ -183,7 +183,7 @@ def test_stacked_layers_have_a_key_each(tmp_path):
     assert source.tensors["decoder.layers.3.mlp.weight"].shape == (3, 4)
     assert torch.equal(source.read("decoder.layers.3.mlp.weight"), WHOLE[3])
     assert torch.equal(
-        source.read("decoder.layers.2.mlp.weight", Box((1, 0), (2, 3))), WHOLE[2, 1:3, :3]
+        source.read("decoder.layers.2.mlp.weight", Region((1, 0), (2, 3))), WHOLE[2, 1:3, :3]
     )
     assert torch.equal(source.read("decoder.norm.weight"), HALF)
 

@@ -15,7 +15,7 @@ from megatron_switch.checkpoint.formats.hf_folder import (
     write_weights,
 )
 from megatron_switch.checkpoint.formats.safetensors_file import Group
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.errors import CheckpointError
 
 A, B = torch.arange(6.0).reshape(2, 3), torch.ones(4)
@@ -34,7 +34,7 @@ def sharded(tmp_path):
 def test_several_files_are_one_source(sharded):
     source = HuggingFaceSource(sharded)
     assert torch.equal(source.read("a"), A)
-    assert torch.equal(source.read("b", Box((1,), (2,))), B[1:3])
+    assert torch.equal(source.read("b", Region((1,), (2,))), B[1:3])
 
 
 def test_an_absent_file_is_named(sharded):
@@ -77,7 +77,7 @@ def test_weights_that_torch_saved_are_read(tmp_path, zipped):
     torch.save({"a": A, "b": B}, path, _use_new_zipfile_serialization=zipped)
     source = HuggingFaceSource(tmp_path)
     assert torch.equal(source.read("a"), A)
-    assert torch.equal(source.read("a", Box((1, 0), (1, 2))), A[1:, :2])
+    assert torch.equal(source.read("a", Region((1, 0), (1, 2))), A[1:, :2])
 
 
 class _Trap:

@@ -11,7 +11,7 @@ from megatron_switch.checkpoint.formats.safetensors_file import (
     SafetensorsFile,
     write_safetensors,
 )
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.errors import CheckpointError
 
 TENSORS = {
@@ -36,7 +36,7 @@ def test_we_read_what_the_library_wrote(path):
     for key, tensor in TENSORS.items():
         assert file.tensors[key].dtype == tensor.dtype
         assert torch.equal(file.read(key), tensor)
-    assert torch.equal(file.read("matrix", Box((1, 1), (2, 2))), TENSORS["matrix"][1:, 1:3])
+    assert torch.equal(file.read("matrix", Region((1, 1), (2, 2))), TENSORS["matrix"][1:, 1:3])
 
 
 def test_the_library_reads_what_we_wrote(tmp_path):

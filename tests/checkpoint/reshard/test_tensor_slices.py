@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_switch.checkpoint.formats.tensor_source import Box
+from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
-from megatron_switch.checkpoint.reshard.tensor_slices import Cutting
+from megatron_switch.checkpoint.reshard.tensor_slices import TensorSlices
 from megatron_switch.layout.grid import Layout
 
 FC1 = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
@@ -39,19 +39,20 @@ LAYOUTS = [
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("prefix", ["", "optimizer.state.exp_avg."])
 def test_boxes_tile_every_tensor(layout, gated, prefix):
-    cutting = Cutting(layout, Placement().stages(2, layout.pp), gated)
+    slices = TensorSlices(layout, Placement().stages(2, layout.pp), gated)
     for key, shape in SHAPES.items():
         count = torch.zeros(shape, dtype=torch.int64)
-        for rank, box in cutting.boxes(prefix + key, shape):
+        for rank, region in slices.of(prefix + key, shape):
             assert 0 <= rank < layout.world_size
-            count[box.slices_in(Box.whole(shape))] += 1
+            count[region.slices_in(Region.whole(shape))] += 1
         assert count.eq(1).all(), key
 
 
 def placed(key, layout, gated=False, shape=None):
-    cutting = Cutting(layout, Placement().stages(2, layout.pp), gated)
+    slices = TensorSlices(layout, Placement().stages(2, layout.pp), gated)
     return {
-        (rank, box.offsets, box.sizes) for rank, box in cutting.boxes(key, shape or SHAPES[key])
+        (rank, region.offsets, region.sizes)
+        for rank, region in slices.of(key, shape or SHAPES[key])
     }
 
 
