@@ -1,4 +1,4 @@
-"""Show GPU, NIC and NUMA node of each rank; the same as ``megatron-switch check-binding``."""
+"""The command ``megatron-switch check-binding`` of this checkout."""
 
 import sys
 

@@ -1,7 +1,4 @@
-"""Check that every layout computes what one rank does: ``megatron-switch check-layouts``.
-
-Usage: python tools/check_layouts.py [--quick] [--max-ranks N] [--json] [--device cuda]
-"""
+"""The command ``megatron-switch check-layouts`` of this checkout."""
 
 import sys
 

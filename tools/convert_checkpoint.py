@@ -1,4 +1,4 @@
-"""Convert checkpoints to and from other formats; the same as ``megatron-switch convert``."""
+"""The command ``megatron-switch convert`` of this checkout."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Translate a DeepSpeed run into flags; the same as ``megatron-switch from-deepspeed``."""
+"""The command ``megatron-switch from-deepspeed`` of this checkout."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Find the fastest layouts of a model on a cluster; the same as ``megatron-switch plan``."""
+"""The command ``megatron-switch plan`` of this checkout."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Rehearse a launch without a GPU; the same as ``megatron-switch rehearse``."""
+"""The command ``megatron-switch rehearse`` of this checkout."""
 
 import sys
 

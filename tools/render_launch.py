@@ -1,4 +1,4 @@
-"""Write the scripts that launch a training; the same as ``megatron-switch render-launch``."""
+"""The command ``megatron-switch render-launch`` of this checkout."""
 
 import sys
 

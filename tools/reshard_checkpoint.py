@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint for another layout; the same as ``megatron-switch reshard``."""
+"""The command ``megatron-switch reshard`` of this checkout."""
 
 import sys
 

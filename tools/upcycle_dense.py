@@ -1,4 +1,4 @@
-"""Turn a dense checkpoint into a Switch model; the same as ``megatron-switch upcycle``."""
+"""The command ``megatron-switch upcycle`` of this checkout."""
 
 import sys
 
