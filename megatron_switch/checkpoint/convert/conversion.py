@@ -25,7 +25,7 @@ from megatron_switch.checkpoint.convert.architectures import (
 )
 from megatron_switch.checkpoint.convert.name_map import MapEntry, NameMap
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
-from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
+from megatron_switch.checkpoint.formats.dist_metadata import NOT_WEIGHTS, read_common_state
 from megatron_switch.checkpoint.formats.dist_reader import DistSource, LayeredSource
 from megatron_switch.checkpoint.formats.dist_writer import NOTHING, Chunk, write_dist_checkpoint
 from megatron_switch.checkpoint.formats.hf_folder import (
@@ -52,9 +52,6 @@ from megatron_switch.errors import CheckpointError
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """What ``--dtype`` takes."""
-
-NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "common_state")
-"""How the keys of all else in a Megatron checkpoint begin."""
 
 OnBytes = Callable[[int], None]
 

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_switch.checkpoint.convert.architectures import describe_import
-from megatron_switch.checkpoint.convert.conversion import NOT_WEIGHTS
-from megatron_switch.checkpoint.formats.dist_metadata import foreign_format, read_common_state
+from megatron_switch.checkpoint.formats.dist_metadata import (
+    NOT_WEIGHTS,
+    foreign_format,
+    read_common_state,
+)
 from megatron_switch.checkpoint.formats.dist_reader import DistSource
 from megatron_switch.checkpoint.formats.foreign_formats import HUGGING_FACE
 from megatron_switch.checkpoint.formats.hf_folder import CONFIG, HuggingFaceSource, read_json

@@ -31,6 +31,9 @@ from megatron_switch.errors import CheckpointError
 COMMON_STATE_KEY = "common_state/shard_0_1"
 """Index entry of everything that is no tensor and equal on all ranks."""
 
+NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "common_state")
+"""How the keys of all else in a Megatron checkpoint begin."""
+
 _INDEX = ".metadata"
 _DESCRIPTION = "metadata.json"
 _SEPARATE_COMMON_STATE = "common.pt"  # where Megatron-Core before 0.17 kept it

@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_switch import parallel_state
@@ -33,9 +30,9 @@ from megatron_switch.layout.grid import Layout
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.arguments.stored_arguments import with_stored_model
-from megatron_switch.training.inference.trained_model import load_weights
+from megatron_switch.training.inference.trained_model import built_and_loaded
 from megatron_switch.training.loop.global_state import process_groups, validate
-from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
+from megatron_switch.training.loop.gpt_builder import resolve_dispatch
 
 
 def scores(
@@ -67,9 +64,9 @@ def scores(
         switch = resolve_dispatch(args, switch, "cpu")
         with process_groups(args, Layout(args.world_size)):
             try:
-                module = _build(args, switch)
-                load_weights(unwrap_model(module), found.folder, read_common_state(found.folder))
-                return _forward(module.eval(), tokens_BS, targets_BS)
+                state = read_common_state(found.folder)
+                module = built_and_loaded(args, switch, found.folder, state)
+                return _forward(module, tokens_BS, targets_BS)
             finally:
                 parallel_state.destroy_model_parallel()
 
@@ -106,18 +103,6 @@ def _arguments(stored: Namespace, length: int) -> Namespace:
     args.tokenizer_type, args.vocab_size = "NullTokenizer", stored.padded_vocab_size - 1
     args.tokenizer_model = None
     return args
-
-
-def _build(args: Namespace, switch: SwitchConfig) -> torch.nn.Module:
-    config = model_config(args, switch)
-    config.parallel_output = False
-    config.finalize()
-    model_parallel_cuda_manual_seed(args.seed)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    builder = config.get_builder_cls()(config)
-    (module,) = builder.build_distributed_models(groups, wrap_with_ddp=False)
-    built: torch.nn.Module = module
-    return built
 
 
 @torch.no_grad()

@@ -34,7 +34,11 @@ from torch import Tensor
 
 from megatron_switch import parallel_state
 from megatron_switch.architecture.vocabulary import padded_vocab_size
-from megatron_switch.checkpoint.formats.dist_metadata import read_common_state, read_index
+from megatron_switch.checkpoint.formats.dist_metadata import (
+    NOT_WEIGHTS,
+    read_common_state,
+    read_index,
+)
 from megatron_switch.checkpoint.load.files import (
     FoundCheckpoint,
     checkpoint_folder,
@@ -57,9 +61,6 @@ from megatron_switch.training.loop.gpt_builder import model_config, resolve_disp
 from megatron_switch.training.preflight.device import choose_device, look_around
 from megatron_switch.training.preflight.layout import check_layout
 from megatron_switch.upstream.version import check_version
-
-_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "common_state")
-"""How the names of all else in a checkpoint begin."""
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,8 @@ class _Opening:
 
     def model(self) -> TrainedModel:
         """Build and load, after :meth:`check` and inside of process groups."""
-        module = self._build()
-        load_weights(unwrap_model(module), self._found.folder, self._state)
         return TrainedModel(
-            module.eval(),
+            built_and_loaded(self._args, self._switch, self._found.folder, self._state),
             self._tokenizer,
             self._args,
             self._switch,
@@ -261,19 +260,36 @@ class _Opening:
             ) from error
         return build_tokenizer(self._args)
 
-    def _build(self) -> torch.nn.Module:
-        config = model_config(self._args, self._switch)
-        config.parallel_output = False
-        config.finalize()
-        model_parallel_cuda_manual_seed(self._args.seed)  # names the random streams; none is used
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        builder = config.get_builder_cls()(config)
-        (module,) = builder.build_distributed_models(groups, wrap_with_ddp=False)
-        built: torch.nn.Module = module
-        return built
+
+def built_and_loaded(
+    args: Namespace, switch: SwitchConfig, folder: Path, state: Mapping[str, Any]
+) -> torch.nn.Module:
+    """Return the model of some arguments with a checkpoint's weights, in evaluation mode.
+
+    Call it inside of process groups. No weight is drawn before it is read.
+
+    Args:
+        args: Validated arguments.
+        switch: Settings, with the dispatch that is in force.
+        folder: Folder of the checkpoint's iteration.
+        state: Its common state.
+
+    Raises:
+        CheckpointError: A weight is missing, left over, or cannot be read.
+    """
+    config = model_config(args, switch)
+    config.parallel_output = False
+    config.finalize()
+    model_parallel_cuda_manual_seed(args.seed)  # names the random streams; none is used
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    builder = config.get_builder_cls()(config)
+    (module,) = builder.build_distributed_models(groups, wrap_with_ddp=False)
+    _load_weights(unwrap_model(module), folder, state)
+    model: torch.nn.Module = module.eval()
+    return model
 
 
-def load_weights(module: Any, folder: Path, state: Mapping[str, Any]) -> None:
+def _load_weights(module: Any, folder: Path, state: Mapping[str, Any]) -> None:
     """Read every weight of ``module`` from a checkpoint, each rank its part.
 
     Raises:
@@ -290,7 +306,7 @@ def load_weights(module: Any, folder: Path, state: Mapping[str, Any]) -> None:
             f"The checkpoint {folder} cannot be loaded: {error}. Load another iteration with "
             "--ckpt-step."
         ) from error
-    unused = {name for name in unused if not name.startswith(_NOT_WEIGHTS)}
+    unused = {name for name in unused if not name.startswith(NOT_WEIGHTS)}
     weights = {name: value for name, value in loaded["model"].items() if _is_weight(name)}
     problem = module.load_state_dict(weights, strict=False)
     missing = {*filter(_is_weight, absent), *filter(_is_weight, problem.missing_keys)}
