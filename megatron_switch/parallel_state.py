@@ -67,30 +67,7 @@ get_expert_data_parallel_world_size = mpu.get_expert_data_parallel_world_size
 MESH_AXES = ("pipeline", "data", "expert", "model")
 """Axes of :func:`device_mesh`, outermost first: PP, EDP, EP and ETP of the expert grid."""
 
-PRETRAIN_ARGUMENTS = {
-    "tensor_model_parallel_size": "tensor_model_parallel_size",
-    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
-    "pipeline_model_parallel_comm_backend": "pipeline_model_parallel_comm_backend",
-    "use_sharp": "use_sharp",
-    "gtp_remat_size": "gtp_weight_remat_size",
-    "expert_gtp_remat_size": "expert_gtp_weight_remat_size",
-    "context_parallel_size": "context_parallel_size",
-    "hierarchical_context_parallel_sizes": "hierarchical_context_parallel_sizes",
-    "hybrid_context_parallel": "hybrid_context_parallel",
-    "expert_model_parallel_size": "expert_model_parallel_size",
-    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
-    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
-    "distributed_timeout_minutes": "distributed_timeout_minutes",
-    "nccl_communicator_config_path": "nccl_communicator_config_path",
-    "create_gloo_process_groups": "use_gloo_process_groups",
-    "high_priority_stream_groups": "high_priority_stream_groups",
-    "sharp_enabled_group": "sharp_enabled_group",
-}
-"""What Megatron's pretrain passes when it makes the groups itself: parameter -> args attribute.
-The order is the layout's, and the two embedding callables are pretrain's own."""
-
-_PRETRAIN_SIZES = {
+PRETRAIN_SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "virtual_pipeline_model_parallel_size": "vp",
@@ -98,7 +75,24 @@ _PRETRAIN_SIZES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-"""Of these, the ones that a layout holds already."""
+"""Sizes that Megatron's pretrain passes when it makes the groups itself: parameter (and args
+attribute) -> size of our layout, whose order it passes as well."""
+
+PRETRAIN_OPTIONS = {
+    "pipeline_model_parallel_comm_backend": "pipeline_model_parallel_comm_backend",
+    "use_sharp": "use_sharp",
+    "gtp_remat_size": "gtp_weight_remat_size",
+    "expert_gtp_remat_size": "expert_gtp_weight_remat_size",
+    "hierarchical_context_parallel_sizes": "hierarchical_context_parallel_sizes",
+    "hybrid_context_parallel": "hybrid_context_parallel",
+    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
+    "distributed_timeout_minutes": "distributed_timeout_minutes",
+    "nccl_communicator_config_path": "nccl_communicator_config_path",
+    "create_gloo_process_groups": "use_gloo_process_groups",
+    "high_priority_stream_groups": "high_priority_stream_groups",
+    "sharp_enabled_group": "sharp_enabled_group",
+}
+"""What it passes besides: parameter -> args attribute. (Two embedding callables are its own.)"""
 
 _UNUSED_AXES: Mapping[str, tuple[int | None, ...]] = {
     "gtp_remat_size": (None, 1),
@@ -184,17 +178,17 @@ def initialize_model_parallel_as_pretrain(layout: Layout, values: Mapping[str, A
         UpstreamError: As in :func:`initialize_model_parallel`.
     """
     _require_torch_distributed()
-    missing = set(PRETRAIN_ARGUMENTS.values()) - values.keys()
+    missing = {*PRETRAIN_SIZES, *PRETRAIN_OPTIONS.values()} - values.keys()
     if missing:
         raise ConfigError(
             "Process groups are built from Megatron's validated arguments, but "
             f"{', '.join(sorted(missing))} are missing. Pass vars(args) after validate_args."
         )
-    for parameter, size in _PRETRAIN_SIZES.items():
-        given = values[PRETRAIN_ARGUMENTS[parameter]] or 1
-        assert given == getattr(layout, size), f"{parameter} is {given}, not as in {layout}"
-    options = PRETRAIN_ARGUMENTS.keys() - _PRETRAIN_SIZES.keys()
-    _build_and_check(layout, {name: values[PRETRAIN_ARGUMENTS[name]] for name in options})
+    for name, size in PRETRAIN_SIZES.items():
+        given = values[name] or 1
+        assert given == getattr(layout, size), f"{name} is {given}, not as in {layout}"
+    options = {parameter: values[name] for parameter, name in PRETRAIN_OPTIONS.items()}
+    _build_and_check(layout, options)
 
 
 def destroy_model_parallel() -> None:

@@ -263,9 +263,10 @@ def test_the_table_of_pretrains_arguments_is_that_of_the_installed_megatron():
     passed = dict(zip(names, calls[0].args, strict=False))
     passed |= {keyword.arg: keyword.value for keyword in calls[0].keywords}
     passed = {name: ast.unparse(value) for name, value in passed.items()}
-    table = {name: f"args.{value}" for name, value in parallel_state.PRETRAIN_ARGUMENTS.items()}
+    sizes = {name: name for name in parallel_state.PRETRAIN_SIZES}
+    table = {**sizes, **parallel_state.PRETRAIN_OPTIONS}
     assert passed == {
-        **table,
+        **{parameter: f"args.{name}" for parameter, name in table.items()},
         "order": "'tp-cp-ep-dp-pp' if not args.use_tp_pp_dp_mapping else 'tp-cp-ep-pp-dp'",
         "get_embedding_ranks": "get_embedding_ranks",
         "get_position_embedding_ranks": "get_position_embedding_ranks",

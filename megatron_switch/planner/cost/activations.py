@@ -81,19 +81,13 @@ def extreme_stages(model: Architecture, pp: int, vp: int) -> tuple[int, ...]:
     return tuple(sorted({0, pp - 1, sparse.index(max(sparse))}))
 
 
-@lru_cache(maxsize=65536)
-def drop_rate(group_tokens: int, num_experts: int, capacity: int) -> float:
-    """Return the share of tokens that a balanced router drops; remembered, because it is a sum."""
-    return balanced_drop_rate(group_tokens, num_experts, capacity)
-
-
 def rows_of_experts(model: Architecture, layout: Layout, training: Training) -> int:
     """Return the rows that the experts of a rank compute in one sparse layer and micro-batch."""
     slots = Slots.of(model.num_experts, layout, training)
     if training.dispatch == "padded":
         served = -(-max(1, slots.capacity) // (layout.tp * layout.cp))
         return model.num_experts * layout.etp * slots.num_groups * served
-    kept = 1.0 - drop_rate(slots.group_tokens, model.num_experts, slots.capacity)
+    kept = 1.0 - balanced_drop_rate(slots.group_tokens, model.num_experts, slots.capacity)
     return round(training.rank_tokens(layout) * kept) * layout.etp
 
 

@@ -5,9 +5,11 @@ binomial, and what exceeds the capacity is dropped. A measured drop rate says so
 router only where it is above this floor.
 """
 
+from functools import lru_cache
 from math import exp, lgamma, log
 
 
+@lru_cache(maxsize=65536)  # a long sum, and a plan asks for few different ones many times
 def balanced_drop_rate(num_tokens: int, num_experts: int, capacity: int) -> float:
     """Return the expected fraction of dropped tokens when routing is uniformly random.
 

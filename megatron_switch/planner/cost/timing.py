@@ -21,11 +21,11 @@ from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Slots, Training
 from megatron_switch.planner.cost.activations import (
     StageLayers,
-    drop_rate,
     extreme_stages,
     layers_of_stage,
     rows_of_experts,
 )
+from megatron_switch.planner.cost.drop_rate import balanced_drop_rate
 from megatron_switch.planner.cost.traffic import Traffic, Transfer
 from megatron_switch.planner.hardware.cluster import Hardware
 
@@ -161,7 +161,7 @@ def dropped_share(model: Architecture, layout: Layout, training: Training) -> fl
     if not model.num_experts:
         return 0.0
     slots = Slots.of(model.num_experts, layout, training)
-    return drop_rate(slots.group_tokens, model.num_experts, slots.capacity)
+    return balanced_drop_rate(slots.group_tokens, model.num_experts, slots.capacity)
 
 
 def _optimizer_seconds(

@@ -147,25 +147,21 @@ class Traffic:
         """Return what a micro-batch sends on one stage, as sums over the step."""
         found = [self._tensor(), self._context(), self._pipeline()]
         if self._model.num_experts:
-            found += [self._all_to_all(), self._slots()]
-        return [transfer for transfer in found if transfer.calls]
+            found.append(self._all_to_all())
+            if self._training.dispatch == "padded":
+                found.append(self._slots())
+        return [transfer for transfer in found if transfer.spread.members > 1]
 
     def per_step(self) -> list[Transfer]:
         """Return what is sent once a step, or behind compute where state is fully sharded."""
-        layout, count = self._layout, self.parameters
-        return [
-            transfer
-            for transfer in (
-                self._gradients("dense gradients", count.dense, layout.dp * layout.cp, "dp", "cp"),
-                self._gradients("expert gradients", count.expert, layout.edp, "edp"),
-            )
-            if transfer.calls
-        ]
+        count = self.parameters
+        found = [self._gradients("dense gradients", count.dense, "dp", "cp")]
+        if count.expert:
+            found.append(self._gradients("expert gradients", count.expert, "edp"))
+        return [transfer for transfer in found if transfer.spread.members > 1]
 
     def _all_to_all(self) -> Transfer:
         spread = self._hardware.expert_spread(self._layout)
-        if spread.members == 1:
-            return _none("all-to-all", spread)
         tokens = self.exchange()
         rows = tokens.payload / self._elements
         gates = all_to_all(4.0 * rows, spread, self._hardware)
@@ -185,8 +181,6 @@ class Traffic:
 
     def _slots(self) -> Transfer:
         spread = self._hardware.spread(self._layout, "tp", "cp")
-        if self._training.dispatch == "packed" or spread.members == 1:
-            return _none("slots", spread)
         again = self._training.recompute == "full" or self._training.recomputes("moe")
         calls = (6 if again else 4) * self.sparse_layers * self._micro_batches
         tokens = self._training.rank_tokens(self._layout) * (spread.members - 1)
@@ -194,8 +188,6 @@ class Traffic:
 
     def _tensor(self) -> Transfer:
         spread = self._hardware.spread(self._layout, "tp")
-        if spread.members == 1:
-            return _none("tensor", spread)
         pairs = self._layers + self._dense  # every layer has attention, dense ones an MLP too
         rounds = 7 if self._training.recompute == "full" else 5
         calls = rounds * pairs * self._micro_batches
@@ -207,8 +199,6 @@ class Traffic:
 
     def _context(self) -> Transfer:
         spread = self._hardware.spread(self._layout, "cp")
-        if spread.members == 1:
-            return _none("context", spread)
         calls = 3 * (spread.members - 1) * self._layers * self._micro_batches
         training, layout = self._training, self._layout
         tokens = training.seq_length * training.micro_batch_size / layout.cp
@@ -221,8 +211,6 @@ class Traffic:
 
     def _pipeline(self) -> Transfer:
         spread = self._hardware.spread(self._layout, "pp")
-        if spread.members == 1:
-            return _none("pipeline", spread)
         calls = 2 * self._layout.vp * self._micro_batches
         one = self._training.rank_tokens(self._layout) * self._elements
         inside = self._hardware.gpus_per_node >= 2 * self._layout.dense.strides["pp"]
@@ -231,10 +219,9 @@ class Traffic:
         sent = calls * one
         return Transfer("pipeline", calls, sent * inside, sent * (not inside), seconds, spread)
 
-    def _gradients(self, name: str, parameters: int, copies: int, *axes: str) -> Transfer:
+    def _gradients(self, name: str, parameters: int, *axes: str) -> Transfer:
         spread, training = self._hardware.spread(self._layout, *axes), self._training
-        if copies == 1 or parameters == 0:
-            return _none(name, spread)
+        copies = spread.members
         gradient = 4 if training.fp32_gradients else training.width
         element, calls = gradient + training.width, 2
         if training.sharding == "replicated":
@@ -249,7 +236,3 @@ class Traffic:
         sent = calls * one
         inside = sent if spread.nodes == 1 else 0.0
         return Transfer(name, calls, inside, sent - inside, seconds, spread)
-
-
-def _none(name: str, spread: GroupSpread) -> Transfer:
-    return Transfer(name, 0, 0.0, 0.0, 0.0, spread)

@@ -26,7 +26,7 @@ _LEAST_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Row:
+class MessageTime:
     """One measured message size."""
 
     num_bytes: int
@@ -47,7 +47,7 @@ class Run:
     test: str
     ranks: int
     hosts: int
-    rows: tuple[Row, ...]
+    rows: tuple[MessageTime, ...]
 
     @property
     def peers(self) -> int:
@@ -92,7 +92,7 @@ def read_runs(path: Path) -> list[Run]:
 
 def _runs_of_text(lines: list[str], path: Path) -> list[Run]:
     runs: list[Run] = []
-    test, places, rows = "", dict[int, _Place](), list[Row]()
+    test, places, rows = "", dict[int, _Place](), list[MessageTime]()
     for number, line in enumerate(lines, 1):
         name, rank = _TEST.search(line), _RANK.match(line)
         if name is not None:
@@ -113,7 +113,7 @@ def _runs_of_text(lines: list[str], path: Path) -> list[Run]:
 
 
 def _finished(
-    test: str, places: dict[int, _Place], rows: list[Row], path: Path, number: int
+    test: str, places: dict[int, _Place], rows: list[MessageTime], path: Path, number: int
 ) -> list[Run]:
     if not rows:
         return []
@@ -130,17 +130,17 @@ def _finished(
     return [_run(test, list(places.values()), rows)]
 
 
-def _run(test: str, places: list[_Place], rows: list[Row]) -> Run:
+def _run(test: str, places: list[_Place], rows: list[MessageTime]) -> Run:
     """Return the run of the first group; the others did the same at the same time."""
     hosts = [place.host for place in places if place.group == places[0].group]
     return Run(test, len(hosts), len(set(hosts)), tuple(rows))
 
 
-def _row(line: str, path: Path, number: int) -> Row:
+def _row(line: str, path: Path, number: int) -> MessageTime:
     """Return size and out-of-place time: the first column, and the sixth (after the root)."""
     columns = line.split()
     try:
-        row = Row(int(columns[0]), float(columns[5]))
+        row = MessageTime(int(columns[0]), float(columns[5]))
     except (IndexError, ValueError):
         raise ConfigError(
             f"{path}, line {number}: expected size, count, type, redop, root and time, found "
@@ -176,8 +176,8 @@ def _run_of_json(path: Path) -> Run:
     return _run(name[1], places, rows)
 
 
-def _row_of_json(row: Fields) -> Row:
+def _row_of_json(row: Fields) -> MessageTime:
     measured = row.inner("out_of_place")
     key = "cpu_time" if "cpu_time" in measured.values else "time"
     microseconds = measured.number(key, above=0)
-    return Row(row.integer("size"), microseconds)
+    return MessageTime(row.integer("size"), microseconds)

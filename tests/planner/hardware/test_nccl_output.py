@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_switch.errors import ConfigError
-from megatron_switch.planner.hardware.nccl_output import Row, read_runs
+from megatron_switch.planner.hardware.nccl_output import MessageTime, read_runs
 
 SIZES = {8192: 21.5, 1 << 20: 80.0, 1 << 28: 12000.25}
 
@@ -59,7 +59,7 @@ def written(tmp_path, values):
 def test_json_gives_test_ranks_hosts_and_times(tmp_path):
     (run,) = read_runs(written(tmp_path, as_json()))
     assert (run.test, run.ranks, run.hosts) == ("alltoall", 16, 2)
-    assert run.rows == tuple(Row(size, time) for size, time in SIZES.items())
+    assert run.rows == tuple(MessageTime(size, time) for size, time in SIZES.items())
 
 
 def test_a_process_may_have_several_ranks(tmp_path):
