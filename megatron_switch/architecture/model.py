@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from megatron_switch.architecture.layer_pattern import Stack, stacks_of
-from megatron_switch.flags.argv import attribute_of
+from megatron_switch.flags.argv import attribute_of, flag_key
 from megatron_switch.layout.model_rules import LayoutConstraints
 from megatron_switch.utils.fields import Fields
 
@@ -300,7 +300,7 @@ class Architecture:
             flags["moe-layer-freq"] = first.layer_freq
             if self.encoder is not None:
                 flags["switch-decoder-layer-freq"] = self.decoder.layer_freq
-            flags |= {name.replace("_", "-"): value for name, value in self.routing.items()}
+            flags |= {flag_key(name): value for name, value in self.routing.items()}
         return {
             name: str(value).replace(" ", "") if isinstance(value, list) else value
             for name, value in flags.items()
@@ -351,7 +351,7 @@ def is_of_experts(each: Field[Any]) -> bool:
 
 def flag_of(each: Field[Any]) -> str:
     """Return Megatron's flag of a field, without dashes."""
-    return str(each.metadata["flag"] or each.name.replace("_", "-"))
+    return str(each.metadata["flag"] or flag_key(each.name))
 
 
 def read_field(

@@ -19,6 +19,7 @@ from megatron_switch.architecture.model import (
 )
 from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.argv import flag_key
 from megatron_switch.flags.train_flags import flag_names, suggestion
 from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.workload import Capacity
@@ -59,7 +60,7 @@ def read_model(name: str, *, flag: str = "--model") -> dict[str, object]:
     file = Fields.read(path, "model file")
     flags: dict[str, object] = {}
     for key, value in file.values.items():
-        name = key.lstrip("-").replace("_", "-")
+        name = flag_key(key)
         if name not in flag_names():
             raise file.error(key, f"there is no flag --{name}.{suggestion(name)}")
         flags[name] = value
@@ -98,7 +99,7 @@ def model_from_flags(flags: Flags, *, padded: bool = True) -> Architecture:
         rope_scaling_factor=values.number("rope-scaling-factor", 8.0),
     )
     for name in _SWITCHES:
-        setattr(args, name, values.on(name.replace("_", "-")))
+        setattr(args, name, values.on(flag_key(name)))
     for name, value in T5_ARGUMENTS.items() if is_t5 else ():
         setattr(args, name, value)
     for each in described():

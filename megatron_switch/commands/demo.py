@@ -245,8 +245,8 @@ def _places(data: Path, folder: Path) -> str:
     )
 
 
-def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "megatron_switch", *words]
+def _command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "megatron_switch", *argv]
 
 
 class _PeakMemory:

@@ -30,10 +30,10 @@ _SHARDING = {
 class PlanReport:
     """Writes to one console."""
 
-    def __init__(self, console: Console, request: PlanRequest, model_words: Sequence[str]) -> None:
+    def __init__(self, console: Console, request: PlanRequest, model_argv: Sequence[str]) -> None:
         """Hold what every part needs."""
         self._console, self._request = console, request
-        self._model_words = list(model_words)
+        self._model_argv = list(model_argv)
 
     def head(self, name: str) -> None:
         """Say what is planned, on what."""
@@ -105,10 +105,10 @@ class PlanReport:
             self._say(f"warning: {warning}")
 
     def flags(self, plan: LayoutPlan) -> None:
-        """Show the words for ``megatron-switch train``."""
-        words = [*self._model_words, *plan_flags(plan.layout, plan.training)]
+        """Show the flags of ``megatron-switch train``."""
+        argv = [*self._model_argv, *plan_flags(plan.layout, plan.training)]
         self._say("\nFlags:")
-        for line in _wrapped(words):
+        for line in _wrapped(argv):
             self._say(f"  {line}")
 
     def placement(self, placement: NodeOrder, *, before: int) -> None:
@@ -256,18 +256,18 @@ def _row(plan: LayoutPlan, request: PlanRequest) -> list[str]:
 
 def _saving(plan: LayoutPlan) -> str:
     training = plan.training
-    words = [
+    parts = [
         {"replicated": "none", "distributed": "dist", "fully_sharded": "fsdp"}[training.sharding]
     ]
-    words += ["host"] if training.offload_optimizer else []
-    words += {"none": [], "selective": ["re-moe"], "full": ["re-all"]}[training.recompute]
-    return "+".join(words)
+    parts += ["host"] if training.offload_optimizer else []
+    parts += {"none": [], "selective": ["re-moe"], "full": ["re-all"]}[training.recompute]
+    return "+".join(parts)
 
 
-def _wrapped(words: Sequence[str], width: int = 96) -> list[str]:
-    """Return words as lines of a shell command, broken before flags."""
+def _wrapped(argv: Sequence[str], width: int = 96) -> list[str]:
+    """Return argv as lines of a shell command, broken before flags."""
     lines: list[str] = []
-    for word in words:
+    for word in argv:
         starts = word.startswith("--")
         text = shlex.quote(word)
         if lines and (not starts or len(lines[-1]) + len(text) < width - 16):

@@ -4,7 +4,7 @@
     megatron-switch rehearse --world-size 1024 --rank 0 --model gpt-1.6t-128 -- MORE FLAGS
 
 The flags are those of ``megatron-switch train``. With ``--model`` they are added to the model's and
-to a few of a launch (:func:`model_words`), and win over them.
+to a few of a launch (:func:`launch_argv`), and win over them.
 """
 
 import json
@@ -39,7 +39,7 @@ def run(options: Namespace) -> int:
     """
     flags: list[str] = options.train_flags
     if options.model is not None:
-        flags = [*model_words(options.model, options.world_size), *flags]
+        flags = [*launch_argv(options.model, options.world_size), *flags]
     elif not flags:
         raise ConfigError(
             "A rehearsal needs the flags of a launch: give them after --, or name a model with "
@@ -74,7 +74,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def model_words(name: str, world_size: int) -> list[str]:
+def launch_argv(name: str, world_size: int) -> list[str]:
     """Return flags of a launch of a model: bf16, experts over as many ranks as hold them evenly.
 
     Args:
@@ -86,13 +86,13 @@ def model_words(name: str, world_size: int) -> list[str]:
     """
     values = FlagValues(read_model(name))
     experts = values.integer("num-experts", 1)
-    words = ["--switch-model", str(model_file(name)), "--bf16", "--micro-batch-size", "1"]
-    words += ["--mock-data", "--tokenizer-type", "NullTokenizer"]
-    words += ["--train-iters", "1000", "--lr", "1e-4", "--use-distributed-optimizer"]
+    argv = ["--switch-model", str(model_file(name)), "--bf16", "--micro-batch-size", "1"]
+    argv += ["--mock-data", "--tokenizer-type", "NullTokenizer"]
+    argv += ["--train-iters", "1000", "--lr", "1e-4", "--use-distributed-optimizer"]
     if experts > 1:
-        words += ["--expert-model-parallel-size", str(math.gcd(experts, world_size))]
-        words += ["--expert-tensor-parallel-size", "1"]
-    return words
+        argv += ["--expert-model-parallel-size", str(math.gcd(experts, world_size))]
+        argv += ["--expert-tensor-parallel-size", "1"]
+    return argv
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -166,13 +166,13 @@ def _job(options: Namespace, flags: Sequence[str]) -> LaunchJob:
 
 
 def _without_output(argv: Sequence[str]) -> list[str]:
-    """Return the words that decide what is in the scripts, and not where they are."""
-    words, flags = split_train_flags(argv)
+    """Return the part of argv that decide what is in the scripts, and not where they are."""
+    own, flags = split_train_flags(argv)
     kept: list[str] = []
-    for place, word in enumerate(words):
+    for place, word in enumerate(own):
         if word in ("--force", "--output") or word.startswith("--output="):
             continue
-        if place and words[place - 1] == "--output":
+        if place and own[place - 1] == "--output":
             continue
         kept.append(word)
     return [*kept, "--", *flags] if flags else kept

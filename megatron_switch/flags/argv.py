@@ -12,7 +12,12 @@ from megatron_switch.errors import ConfigError
 
 def flag_name(name: str) -> str:
     """Return a flag as it is typed, ``--num-layers``, whichever way it is spelled."""
-    return "--" + name.removeprefix("--").replace("_", "-")
+    return "--" + name.lstrip("-").replace("_", "-")
+
+
+def flag_key(name: str) -> str:
+    """Return a flag as model files and :func:`flags_of_argv` name it, ``num-layers``."""
+    return flag_name(name).removeprefix("--")
 
 
 def attribute_of(flag: str) -> str:

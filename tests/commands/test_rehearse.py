@@ -11,7 +11,7 @@ from support.observed_run import SPARSE, TINY
 from megatron_switch.architecture.model_flags import model_from_flags
 from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.cli import main
-from megatron_switch.commands.rehearse import model_words
+from megatron_switch.commands.rehearse import launch_argv
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.layout.grid import Layout
@@ -129,13 +129,13 @@ def test_a_rehearsal_needs_a_launch(capfd):
 
 
 def test_a_model_stands_for_the_flags_of_a_launch():
-    words = model_words("gpt-1.6t-128", 1024)
+    words = launch_argv("gpt-1.6t-128", 1024)
     flags = flags_of_argv(words)
     assert flags["expert-model-parallel-size"] == "128"
     assert str(flags["switch-model"]).endswith("gpt-1.6t-128.json")
-    assert flags_of_argv(model_words("gpt-1.6t-128", 96))["expert-model-parallel-size"] == "32"
+    assert flags_of_argv(launch_argv("gpt-1.6t-128", 96))["expert-model-parallel-size"] == "32"
     with pytest.raises(ConfigError, match="no-such-model is neither"):
-        model_words("no-such-model", 8)
+        launch_argv("no-such-model", 8)
 
 
 def test_a_sample_has_the_first_rank_of_every_stage_and_the_last_of_all():

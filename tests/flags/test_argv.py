@@ -6,6 +6,7 @@ from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import (
     argv_of,
     attribute_of,
+    flag_key,
     flag_name,
     flags_of_argv,
     split_train_flags,
@@ -16,6 +17,7 @@ from megatron_switch.flags.argv import (
 def test_every_spelling_of_a_flag_has_one_name_and_one_attribute(name):
     assert flag_name(name) == "--num-layers"
     assert attribute_of(name) == "num_layers"
+    assert flag_key(name) == "num-layers"
 
 
 def test_flags_become_argv_without_those_that_are_off():

@@ -5,7 +5,7 @@ from support.observed_run import rehearsed
 
 from megatron_switch.architecture.model_flags import model_from_flags, read_model
 from megatron_switch.architecture.parameters import stage_parameters
-from megatron_switch.commands.rehearse import model_words
+from megatron_switch.commands.rehearse import launch_argv
 from megatron_switch.layout.grid import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -19,7 +19,7 @@ FLAGS = (
 
 
 def test_a_trillion_parameters_over_a_thousand_ranks():
-    flags = " ".join([*model_words(MODEL, 1024), FLAGS])
+    flags = " ".join([*launch_argv(MODEL, 1024), FLAGS])
     (report,) = rehearsed(flags, world_size=1024, ranks=[517])
     stage = LAYOUT.coordinates(517).pp
     assert stage == 2

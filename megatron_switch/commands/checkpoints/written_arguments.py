@@ -1,8 +1,10 @@
 """The argument namespace of a checkpoint that no run wrote.
 
 A converted checkpoint stores what a run of its model would have stored, so that
-``--use-checkpoint-args``, ``generate`` and every check at the start of a run work with it. The
-namespace comes out of Megatron's own parser and validation, as a run's does.
+``--use-checkpoint-args``, ``generate`` and every check at the start of a run work with it. Megatron
+stores its whole namespace, of a thousand attributes with defaults that depend on one another, and
+has no function that makes one but its parser and its validation. So a conversion, which needs no
+model, runs both, as a run does.
 """
 
 from argparse import Namespace

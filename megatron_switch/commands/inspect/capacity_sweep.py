@@ -247,17 +247,17 @@ def _data_arguments(model: TrainedModel, own: Namespace) -> Namespace:
     return args
 
 
-def _factors(words: str) -> list[float]:
+def _factors(text: str) -> list[float]:
     """Return the factors of a comma-separated list.
 
     Raises:
         ConfigError: One is no number, or one that means nothing.
     """
     try:
-        factors = [float(word) for word in words.split(",")]
+        factors = [float(word) for word in text.split(",")]
     except ValueError as error:
         raise ConfigError(
-            f"--factors takes numbers with commas between them, got {words!r}. For example: "
+            f"--factors takes numbers with commas between them, got {text!r}. For example: "
             "--factors 1,1.25,2"
         ) from error
     for factor in factors:

@@ -112,10 +112,10 @@ def expert_table(
     )
     for expert, best in enumerate(lifts):
         share = (expert_T == expert).double().mean().item()
-        words = "  ".join(
+        tokens = "  ".join(
             f"{_shown(model, one.token)} {one.share:.0%} ({one.lift:.1f}x)" for one in best
         )
-        table.add_row(str(expert), f"{share:.1%}", words or "none stands out")
+        table.add_row(str(expert), f"{share:.1%}", tokens or "none stands out")
     return table
 
 
@@ -140,13 +140,13 @@ def _sequences(model: TrainedModel, num_sequences: int) -> Iterator[Tensor]:
     if not named:
         stored = read_common_state(model.checkpoint.folder).get("args")
         named = {} if stored is None else data_entries(stored)
-    words = named.get("data_path") or named.get("train_data_path")
-    if not words:
+    blend = named.get("data_path") or named.get("train_data_path")
+    if not blend:
         raise DataError(
             "There is no text to look at: the checkpoint names no data. Give the prepared data "
             "with --data-path."
         )
-    prefixes, _ = get_blend_from_list(words)
+    prefixes, _ = get_blend_from_list(blend)
     check_indexed_dataset(prefixes[0], vocab_size=model.tokenizer.vocab_size)
     data = IndexedDataset(prefixes[0])
     count = min(num_sequences, len(data))

@@ -119,18 +119,18 @@ class Case:
         Args:
             device: ``cuda`` or ``cpu``.
         """
-        words = [*_MODEL.split(), "--switch-device", device]
+        argv = [*_MODEL.split(), "--switch-device", device]
         pattern = PATTERN * (self.num_layers // len(PATTERN))
-        words += ["--num-layers", str(self.num_layers)]
-        words += ["--moe-layer-freq", f"[{','.join(map(str, pattern))}]"]
+        argv += ["--num-layers", str(self.num_layers)]
+        argv += ["--moe-layer-freq", f"[{','.join(map(str, pattern))}]"]
         for name, size in self.sizes().items():
             if name in FLAGS and not (name == "vp" and size == 1):
-                words += [FLAGS[name], str(size)]
+                argv += [FLAGS[name], str(size)]
         if self.layout.tp > 1:
-            words.append("--sequence-parallel")
+            argv.append("--sequence-parallel")
         for factor, value in self.values.items():
-            words += _FACTORS[factor][value].split()
-        return words
+            argv += _FACTORS[factor][value].split()
+        return argv
 
     def sizes(self) -> dict[str, int]:
         """Return the parallel sizes by name."""

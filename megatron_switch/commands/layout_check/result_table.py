@@ -85,16 +85,16 @@ def heading() -> str:
 def lines_of(result: Result) -> list[str]:
     """Return the row of a case and, where there is something to say, lines under it."""
     sizes = (result.case.layout.world_size, *result.case.sizes().values())
-    words = [f"{size:>{width}}" for size, width in zip(sizes, _WIDTHS, strict=True)]
+    cells = [f"{size:>{width}}" for size, width in zip(sizes, _WIDTHS, strict=True)]
     if result.verdict is None:
-        return [f"{' '.join(words)}  FAILED  {_settings(result.case)}", *_indented([result.error])]
+        return [f"{' '.join(cells)}  FAILED  {_settings(result.case)}", *_indented([result.error])]
     verdict = result.verdict
-    words += [f"{_number(by):>{_CELL}}" for by in result.cells().values()]
+    cells += [f"{_number(by):>{_CELL}}" for by in result.cells().values()]
     drops = "UNLIKE " if verdict.unlike else "same   "
     end = "" if verdict.equal else "  DIFFERS"
     wrong = [f"{name}: off by {by:.1e}" for name, by in verdict.wrong.items()]
     return [
-        f"{' '.join(words)}  {drops}  {_settings(result.case)}{end}",
+        f"{' '.join(cells)}  {drops}  {_settings(result.case)}{end}",
         *_indented(wrong),
         *_indented(verdict.unlike),
         *_indented([f"near tie: {text}" for text in verdict.near_ties]),

@@ -78,9 +78,9 @@ class WholeValues:
         assert len(routed) == len(values.routed), "a micro-batch was routed twice"
         return cls(dict(values.scalars), tensors, routed)
 
-    def without(self, words: str) -> "WholeValues":
-        """Return the values without the scalars that have certain words in their name."""
-        kept = {name: value for name, value in self.scalars.items() if words not in name}
+    def without(self, part: str) -> "WholeValues":
+        """Return the values without the scalars with a certain part of a name."""
+        kept = {name: value for name, value in self.scalars.items() if part not in name}
         return replace(self, scalars=kept)
 
 
