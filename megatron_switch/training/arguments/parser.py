@@ -2,8 +2,8 @@
 
 One parser, Megatron's own, is extended and never copied. Defaults become Switch's before parsing
 (an explicit flag always wins), and those that depend on other flags or on what is installed are
-filled in afterwards by :mod:`megatron_switch.training.arguments.defaults`. A ``--switch-model``
-file is read as words that stand before those of the command line: types and choices are checked the
+filled in afterwards by :mod:`megatron_switch.training.arguments.defaults`. The flags of a
+``--switch-model`` file are put before those of the command line: types and choices are checked the
 same way, and the command line, being later, wins. Nothing here reads or writes Megatron's global
 variables.
 """
@@ -46,7 +46,7 @@ class CommandLine:
     args: Namespace
     """Megatron's namespace, not validated yet."""
     explicit: frozenset[str]
-    """Attributes of ``args`` whose flag stood on the command line or in the model file."""
+    """Attributes of ``args`` whose flag was given on the command line or in the model file."""
     stored: frozenset[str] = frozenset()
     """Attributes whose value was taken from a checkpoint."""
 
@@ -77,10 +77,10 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         flags = {flag: action for action in parser._actions for flag in action.option_strings}
         refuse_unknown(argv)
         _refuse_yaml(argv)
-        words = [*_model_argv(argv, flags), *argv]
-        seen.update(flags[word].dest for word in _flag_words(words))
-        parser.set_defaults(**_defaults(words))
-        sys.argv[1:] = words  # what Megatron lets the parser read
+        all_argv = [*_model_argv(argv, flags), *argv]
+        seen.update(flags[flag].dest for flag in _flags_in(all_argv))
+        parser.set_defaults(**_defaults(all_argv))
+        sys.argv[1:] = all_argv  # Megatron gives the parser no other argv
         return parser
 
     with _command_line_kept():
@@ -130,18 +130,18 @@ class _SwitchFlags(ArgumentGroupFactory):  # type: ignore[misc]
         return kwargs
 
 
-def _defaults(words: Sequence[str]) -> dict[str, object]:
+def _defaults(argv: Sequence[str]) -> dict[str, object]:
     # An unknown recipe is reported by the real parser, which lists the choices.
-    recipe = RECIPES.get(_early("--switch-recipe", words) or "", RECIPES["switch"])
+    recipe = RECIPES.get(_early("--switch-recipe", argv) or "", RECIPES["switch"])
     return {**SWITCH_DEFAULTS, **recipe}
 
 
-def _early(flag: str, words: Sequence[str]) -> str | None:
+def _early(flag: str, argv: Sequence[str]) -> str | None:
     """Return the value of one flag, before the others can be parsed."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, dest="value")
     parser.error = _refuse  # type: ignore[method-assign]
-    value: str | None = parser.parse_known_args(list(words))[0].value
+    value: str | None = parser.parse_known_args(list(argv))[0].value
     return value
 
 
@@ -175,12 +175,12 @@ def _argv_of_entry(action: Action, flag: str, value: object) -> list[str]:
     return [f"{flag}={text}"]
 
 
-def _flag_words(argv: Sequence[str]) -> list[str]:
+def _flags_in(argv: Sequence[str]) -> list[str]:
     return [word.split("=", 1)[0] for word in argv if word.startswith("--")]
 
 
 def _refuse_yaml(argv: Sequence[str]) -> None:
-    if "--yaml-cfg" in _flag_words(argv):
+    if "--yaml-cfg" in _flags_in(argv):
         raise ConfigError(
             "--yaml-cfg replaces the whole command line, Switch's flags included, and cannot "
             "be used here. Give the model's flags in a JSON file to --switch-model."
