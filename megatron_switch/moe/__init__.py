@@ -1,1 +1,1 @@
-"""The Switch layer: pure routing arithmetic (L2) and the modules around it (L3)."""
+"""The Switch layer: pure functions of routing, and the Megatron modules that use them."""

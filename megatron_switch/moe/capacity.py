@@ -1,10 +1,10 @@
-"""How many tokens one expert takes: the capacity of equation (3), in exact arithmetic.
+"""Expert capacity, equation (3) of the paper, in exact arithmetic.
 
 The factor is read as the decimal that the user typed (0.07 is 7/100, not the nearest binary
-fraction), so ``tokens * factor / experts`` is exact and a capacity never moves by one because of a
-float artefact. Rounding, least capacity and the clamp to the number of tokens are Mesh-TensorFlow's
-``max(min(tokens, rounded), min_capacity)``; the other roundings are those of the systems named in
-``--switch-capacity-rounding``.
+fraction), so ``tokens * factor / experts`` is exact and no capacity is off by one because of
+floating-point error. Rounding, least capacity and the clamp to the number of tokens are those of
+Mesh-TensorFlow, ``max(min(tokens, rounded), min_capacity)``; the other roundings are those of the
+systems named in ``--switch-capacity-rounding``.
 
 A negative factor drops nothing: the capacity is the number of tokens. A factor of 0 is refused.
 

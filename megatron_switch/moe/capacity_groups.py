@@ -3,14 +3,14 @@
 Capacity is counted over a group of tokens: one micro-batch, one sequence of it, or all
 micro-batches of the ranks that share the experts. Sequence and context parallelism spread the
 tokens of a group over ranks, so a rank cannot number its slots alone. :class:`CapacityGroups`
-gathers what it lacks:
+gathers the rest:
 
 * first come, first served: int32 counts of tokens per (sequence, chunk, expert), in one all-gather;
   a rank adds up those of earlier chunks (:mod:`megatron_switch.moe.sequence_shards`);
-* by probability: the tokens themselves in index form, because counts cannot tell whose gate is
+* by probability: the tokens themselves in index form, because counts do not show whose gate is
   larger.
 
-Where one rank holds whole groups nothing is gathered. The host reads nothing in either case.
+Where one rank holds whole groups nothing is gathered. The host never reads a value.
 
 Shape letters:
 
@@ -42,7 +42,7 @@ from megatron_switch.moe.sequence_shards import SequenceShards, earlier_counts
 
 @dataclass(frozen=True)
 class Rows:
-    """What this rank's rows are: whose sequence, which capacity group, and what is padding."""
+    """This rank's rows: their sequence, their capacity group, and which are padding."""
 
     num_sequences: int
     length: int
@@ -56,15 +56,15 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where this rank's part of a sequence stands in the whole one, on the rows' device."""
+class _Positions:
+    """Positions of this rank's part of a sequence in the whole one, on the rows' device."""
 
     length: int
     num_chunks: int
     chunk_S: Tensor
     """Chunk of each position, int64 in [0, num_chunks)."""
     position_S: Tensor
-    """Place of each position in the whole sequence, int64."""
+    """Position in the whole sequence of each local position, int64."""
     order_NK: Tensor
     """Flat (rank, chunk) indices of all chunks of a sequence, earliest first, int64."""
 
@@ -94,7 +94,7 @@ class CapacityGroups:
         self._ranks: dist.ProcessGroup = (
             pg_collection.tp_ep if kind == "ep" else pg_collection.tp_cp
         )
-        self._places: _Places | None = None
+        self._positions: _Positions | None = None
         if self._ranks.size() % self._shards.size():
             raise LayoutError(
                 "--switch-capacity-group ep counts whole micro-batches, so the "
@@ -132,7 +132,7 @@ class CapacityGroups:
         )
 
     def count(self, num_sequences: int) -> int:
-        """Return the capacity groups that a micro-batch of so many sequences has tokens of."""
+        """Return how many capacity groups a micro-batch of so many sequences has tokens of."""
         return num_sequences if self._kind == "sequence" else 1
 
     def size(self, num_sequences: int, length: int) -> int:
@@ -145,9 +145,9 @@ class CapacityGroups:
         return num_sequences * length * self._ranks.size() // self.count(num_sequences)
 
     def positions(self, rows: Rows) -> Tensor:
-        """Return each row's place in the whole micro-batch: int64 (T,), batch-major over shards."""
+        """Return each row's index in the whole micro-batch: int64 (T,), batch-major over shards."""
         whole_length = rows.length * self._shards.size()
-        position_S = self._places_of(rows).position_S
+        position_S = self._positions_of(rows).position_S
         return rows.sequence_T * whole_length + position_S.repeat(rows.num_sequences)
 
     def route(
@@ -162,7 +162,7 @@ class CapacityGroups:
 
         Args:
             probs_TE: Router probabilities, shape (T, E).
-            rows: What the rows are.
+            rows: Sequence, capacity group and padding of each.
             capacity: Slots per expert and capacity group.
             order: ``--switch-drop-order``.
 
@@ -181,21 +181,22 @@ class CapacityGroups:
             if rows.num_groups == 1:
                 return routing, routing.tokens_per_expert_E.unsqueeze(0)
             return routing, _count(routing, rows.group_T, rows.num_groups, rows.padding_T)
-        places = self._places_of(rows)
-        chunk_T = rows.sequence_T * places.num_chunks + places.chunk_S.repeat(rows.num_sequences)
+        held = self._positions_of(rows)
+        chunk_T = rows.sequence_T * held.num_chunks + held.chunk_S.repeat(rows.num_sequences)
+        # Slots are counted within each local chunk, then shifted by the counts of earlier ones.
         routing = route_probs(
             probs_TE, capacity=capacity, group_T=chunk_T, padding_T=rows.padding_T
         )
-        num_chunks = rows.num_sequences * places.num_chunks
+        num_chunks = rows.num_sequences * held.num_chunks
         counts_GE = _count(routing, chunk_T, num_chunks, rows.padding_T)
         counts_NBKE = _gathered(counts_GE.int(), self._ranks).view(
-            self._ranks.size(), rows.num_sequences, places.num_chunks, -1
+            self._ranks.size(), rows.num_sequences, held.num_chunks, -1
         )
         if order == "probability":
             routing = self._numbered_by_probability(routing, rows, capacity)
         else:
             earlier_BKE = earlier_counts(
-                counts_NBKE, places.order_NK, rank=self._ranks.rank(), group=self._kind
+                counts_NBKE, held.order_NK, rank=self._ranks.rank(), group=self._kind
             )
             routing = shift_slots(
                 routing, earlier_GE=earlier_BKE.flatten(0, 1), group_T=chunk_T, capacity=capacity
@@ -216,7 +217,7 @@ class CapacityGroups:
         real_T = routing.slot_T >= 0
         local = (routing.expert_T, rows.group_T, real_T.long(), routing.gate_T.detach())
         expert, group, real, gate = (_gathered(part, ranks) for part in local)
-        # Equal gates go to the earlier token, so rows must stand in the order of the whole group.
+        # Equal gates go to the earlier token, so rows are sorted into the order of the whole group.
         micro_batch = ranks.rank() // num_shards
         position_T = self.positions(rows) + micro_batch * num_shards * real_T.numel()
         place = _gathered(position_T, ranks).argsort()
@@ -233,23 +234,23 @@ class CapacityGroups:
             routing, slot_T=slot_T, kept_T=real_T & (slot_T < capacity), capacity=capacity
         )
 
-    def _places_of(self, rows: Rows) -> _Places:
-        """Return where the rows stand; kept, because a copy to the device would wait for it."""
+    def _positions_of(self, rows: Rows) -> _Positions:
+        """Return the rows' positions; cached, because a copy to the device would wait for it."""
         device = rows.sequence_T.device
-        places = self._places
-        if places is None or places.length != rows.length or places.chunk_S.device != device:
+        held = self._positions
+        if held is None or held.length != rows.length or held.chunk_S.device != device:
             shards = SequenceShards.of(
                 rows.length, tensor_size=self._tensor_size, context_size=self._context_size
             )
             rank = self._shards.rank()
-            places = self._places = _Places(
+            held = self._positions = _Positions(
                 length=rows.length,
                 num_chunks=shards.num_chunks,
                 chunk_S=shards.chunk_of_position(rank).to(device),
                 position_S=shards.positions(rank).to(device),
                 order_NK=shards.order().to(device),
             )
-        return places
+        return held
 
 
 def _count(
@@ -265,7 +266,7 @@ def _count(
 
 
 def _gathered(values: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    """Return the values of all ranks, one behind the other along the first dim."""
+    """Return the values of all ranks, concatenated along the first dim."""
     gathered = values.new_empty((ranks.size() * values.shape[0], *values.shape[1:]))
     dist.all_gather_into_tensor(gathered, values.contiguous(), group=ranks)
     return gathered

@@ -1,10 +1,10 @@
-"""Random numbers from a counter: a number is a function of what it is for, not of who asks when.
+"""Counter-based random numbers: a function of a key, not of the state of a stream.
 
 Jitter and expert dropout must be the same in every layout, in both dispatch modes, in recomputed
-activations and after a resume. A random stream cannot do that: how far it has moved depends on how
-many tokens a rank happened to hold. Here a 64-bit key names a token (seed, iteration, micro-batch,
-layer, position in the batch), and column ``c`` of its noise is a hash of the key and ``c``. No
-state exists; nothing is saved but keys, and backward computes the noise again.
+activations and after a resume. A random stream cannot do that: how far it has advanced depends on
+how many tokens a rank happened to hold. Here a 64-bit key identifies a token (seed, iteration,
+micro-batch, layer, position in the batch), and column ``c`` of its noise is a hash of the key and
+``c``. There is no state; only keys are saved, and backward computes the noise again.
 
 The hash is the output function of SplitMix64, in int64 arithmetic that wraps around, so CPU and
 CUDA give the same bits. It is not for cryptography.
@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_switch.errors import ConfigError
 
 _BLOCK_ELEMENTS = 1 << 20
-"""Numbers drawn at a time: bounds the int64 scratch to two buffers of 8 MiB, which caches hold."""
+"""Numbers drawn at a time: bounds the int64 scratch to two buffers of 8 MiB, which fit in cache."""
 
 _JITTER, _DROPOUT = 1, 2
 """Last part of the keys of each purpose, so that one token's jitter and dropout are independent."""
@@ -64,8 +64,7 @@ def token_keys(step_key: int | Tensor, layer: int, position_T: Tensor) -> Tensor
     """Return one key for each token of a layer.
 
     Args:
-        step_key: What the noise of this micro-batch depends on, hashed: seed, iteration,
-            micro-batch. An integer, or a scalar integer tensor.
+        step_key: Hash of seed, iteration and micro-batch. An integer, or a scalar integer tensor.
         layer: Number of the layer in the whole model.
         position_T: Position of each token in the whole micro-batch, whichever rank holds it, shape
             (T,), integers.
@@ -97,6 +96,7 @@ def uniform(keys_T: Tensor, columns: int, *, first_column: int = 0) -> Tensor:
     for block, keys in zip(
         torch.split(out, rows_per_block), torch.split(keys_T, rows_per_block), strict=True
     ):
+        # The upper 24 of 64 bits: as many as a float32 in [0, 1) holds exactly.
         block.copy_(_shift_right(_hash_(keys.unsqueeze(1) + offsets), 40))
     return out.mul_(2.0**-24)
 
@@ -106,7 +106,7 @@ def jitter(x_TD: Tensor, keys_T: Tensor, eps: float) -> Tensor:
 
     Args:
         x_TD: Router input, shape (T, D), float32 (or float64).
-        keys_T: Keys of the tokens, shape (T,), int64; all that backward keeps.
+        keys_T: Keys of the tokens, shape (T,), int64; the only tensor saved for backward.
         eps: Half the width of the noise, in [0, 1).
 
     Returns:
@@ -135,7 +135,7 @@ def dropout(x_RF: Tensor, keys_R: Tensor, p: float, *, first_column: int = 0) ->
 
     Args:
         x_RF: Hidden activation, shape (R, F), any floating dtype.
-        keys_R: Keys of the rows' tokens, shape (R,), int64; all that backward keeps.
+        keys_R: Keys of the rows' tokens, shape (R,), int64; the only tensor saved for backward.
         p: Probability to drop an element, in [0, 1).
         first_column: Index of the first column in the whole hidden dim, where that is sharded.
 

@@ -1,7 +1,7 @@
-"""The experts of a rank: feed-forward networks without biases, all in two parameters.
+"""The experts of a rank: feed-forward networks without biases, stacked in two parameters.
 
 :class:`GroupedExperts` is plain torch and runs on any device. Where Transformer Engine is installed
-and in charge, :class:`TransformerEngineExperts` is Megatron's ``TEGroupedMLP``; both start from the
+and selected, :class:`TransformerEngineExperts` is Megatron's ``TEGroupedMLP``; both start from the
 same weights and write the same checkpoints.
 
 Guaranteed for both:
@@ -168,14 +168,14 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             key_R: Random key of each row, int64; needed in training with expert dropout.
 
         Returns:
-            Shape (R, D), a partial sum with expert-tensor parallelism; and None in the place of a
-            bias.
+            Shape (R, D), a partial sum with expert-tensor parallelism; and None for the bias.
         """
         if not (self.training and self.expert_dropout):
             key_R = None
         else:
             assert key_R is not None, "expert dropout needs the tokens' keys"
 
+        # Called again in backward: dropout by keys gives the same mask both times.
         def activate(input_RH: Tensor, gate_R: Tensor) -> Tensor:
             return self._activate(input_RH, gate_R, key_R)
 
@@ -194,19 +194,20 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         else:
             hidden_RF = config.activation_func(input_RH)
         if key_R is not None:
+            # Columns are numbered over the whole hidden width, so shards draw what one rank would.
             first_column = self.tp_group.rank() * self.hidden_width
             hidden_RF = dropout(hidden_RF, key_R, self.expert_dropout, first_column=first_column)
         gated_RF: Tensor = (hidden_RF * gate_R.unsqueeze(1)).to(input_RH.dtype)
         return gated_RF
 
     def backward_dw(self) -> None:
-        """Nothing is left to do: weight gradients are never delayed."""
+        """Do nothing: weight gradients are never delayed."""
 
     def get_extra_state(self) -> None:
-        """Hold a place for what Megatron's linear layers write (nothing)."""
+        """Return None, for the empty entry that Megatron's linear layers have in checkpoints."""
 
     def set_extra_state(self, state: object) -> None:
-        """Ignore what a checkpoint holds in that place."""
+        """Ignore the empty entry of a checkpoint."""
 
     def sharded_state_dict(
         self,

@@ -5,9 +5,9 @@ them, are one batched product; unequal ones a grouped kernel where the device ha
 over experts. Every expert's weight gets a gradient, zeros where it saw no row: optimizers and
 gradient buckets must not depend on where tokens went.
 
-:func:`activated_grouped_linear` keeps the input of the activation and computes the rest again in
-backward: one elementwise pass instead of up to three more [R, F] tensors. That is what Megatron's
-``--recompute-modules moe_act`` does, always on.
+:func:`activated_grouped_linear` saves the input of the activation and recomputes the rest in
+backward: one elementwise pass instead of up to three more saved [R, F] tensors. Megatron's
+``--recompute-modules moe_act`` does the same; here it is always on.
 
 Shape letters:
 
@@ -50,8 +50,7 @@ def activated_grouped_linear(
     """Return ``grouped_linear(activate(input, gate), weight, counts)``.
 
     Args:
-        input_RH: Input of the activation, shape (R, H); all that is kept for backward, with the
-            gates.
+        input_RH: Input of the activation, shape (R, H); saved for backward, with the gates.
         gate_R: Router probability of each row, shape (R,).
         weight_eOI: Weights, shape (e, O, I).
         counts: Rows of each expert; they sum to R.
@@ -105,6 +104,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         input_RH, gate_R, weight_eOI = ctx.saved_tensors
         grad_RO = grad_RO.contiguous()
+        # A graph of the activation alone, through which the hidden gradient is sent below.
         with torch.enable_grad():
             input_RH = input_RH.detach().requires_grad_()
             gate_R = gate_R.detach().requires_grad_()
@@ -120,7 +120,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
 def grouped_matmul(rows_RI: Tensor, weight_eIO: Tensor, counts: list[int]) -> Tensor:
     """Return each row times the weight of its expert: shape (R, O). Not differentiable."""
     num_rows, width = len(rows_RI), weight_eIO.shape[2]
-    if len(set(counts)) == 1:
+    if len(set(counts)) == 1:  # equal counts, as with padded dispatch: one batched product
         batches = rows_RI.reshape(len(counts), counts[0], rows_RI.shape[1])
         return torch.bmm(batches, weight_eIO).view(num_rows, width)
     if _has_grouped_kernel(rows_RI, width):
@@ -141,7 +141,7 @@ def grouped_outer(grad_RO: Tensor, rows_RI: Tensor, counts: list[int]) -> Tensor
     if _has_grouped_kernel(rows_RI, grad_RO.shape[1]):
         sums = F.grouped_mm(grad_RO.t(), rows_RI, offs=_ends(counts, rows_RI.device))
         for out, count in zip(sums, counts, strict=True):
-            if count == 0:  # not promised by the kernel
+            if count == 0:  # the kernel does not promise to write it
                 out.zero_()
         return sums
     sums = rows_RI.new_empty(shape)

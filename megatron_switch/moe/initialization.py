@@ -131,7 +131,7 @@ def _draw_(
     init_method: InitMethod | None,
 ) -> None:
     """Fill ``weight`` with the given rows, and columns from the given one on, of a whole matrix."""
-    if not has_values(weight):
+    if not has_values(weight):  # nothing to fill
         return
     num_columns = weight.shape[1]
     if scale is None:
@@ -147,12 +147,14 @@ def _draw_(
 
 def truncated_normal(uniform_numbers: Tensor) -> Tensor:
     """Turn numbers in [0, 1) into normal ones of mean 0 and deviation 1, cut at +-2; in place."""
+    # Inverse transform sampling, from the part of the uniform interval that lies within the cut.
     reach = math.erf(_CUT / math.sqrt(2.0))
     normal = uniform_numbers.mul_(2.0).sub_(1.0).mul_(reach).erfinv_().mul_(math.sqrt(2.0))
     return normal.clamp_(-_CUT, _CUT)
 
 
 def _drawn_by(init_method: InitMethod, shape: tuple[int, int], key: Tensor) -> Tensor:
+    """Return a whole matrix drawn by Megatron's method, from a generator seeded with the key."""
     whole = torch.empty(shape, dtype=torch.float32, device="cpu")
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(int(key))

@@ -2,16 +2,16 @@
 
 Both losses are pure functions of local tensors: they hold no state, start no communication, and
 apply no coefficient, so logged values of runs with different coefficients can be compared. Each
-comes in two forms: over the tokens given, and as the share that one rank holds of a loss over
-tokens of several ranks. Shares add up: the sum over ranks of shares is the loss, of their gradients
+has two forms: over the tokens given, and as one rank's share of a loss over tokens of several
+ranks. Shares add up: the sum over ranks of shares is the loss, of their gradients
 the gradient. Gathering the counts is the job of :mod:`megatron_switch.moe.router`, which knows the
 ranks.
 
 Means are over real tokens; padding counts in nothing. A group without real tokens counts in no
 mean, and the loss of no tokens is zero, with a gradient of zero.
 
-For backward the load-balancing loss keeps a weight per group and expert and an index per token, the
-z-loss one number per token; the probabilities belong to :mod:`megatron_switch.moe.routing`.
+For backward the load-balancing loss saves a weight per group and expert and an index per token, the
+z-loss one number per token; the probabilities are saved by :mod:`megatron_switch.moe.routing`.
 
 Shape letters:
 
@@ -174,7 +174,7 @@ def router_z_share(
 class _WeightedSum(torch.autograd.Function):
     """Sum over tokens of probabilities times their group's weights, which take no gradient.
 
-    Plain autograd would keep the weights of each token, a second [T, E] tensor. The sum runs over
+    Plain autograd would save the weights of each token, a second [T, E] tensor. The sum runs over
     tokens and not over groups first, because a floating-point scatter is not deterministic on CUDA.
     """
 

@@ -1,8 +1,8 @@
-"""The Switch layer as the paper tells it: one token at a time.
+"""Reference implementation of the Switch layer: one token at a time, as in the paper.
 
-This is what every fast path is compared with, values and gradients, in float64. It shares no code
-with them: plain loops, Python's own comparison for the choice of expert, a dictionary of how many
-tokens each expert has taken. Do not make it fast.
+Every fast path is compared with it, values and gradients, in float64. It shares no code with them:
+plain loops, Python's own comparison for the choice of expert, a dictionary of how many tokens each
+expert has taken. Do not make it fast.
 
 Sources:
     Switch Transformer, https://arxiv.org/abs/2101.03961, section 2; dropped tokens output zero, so

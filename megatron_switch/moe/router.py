@@ -1,9 +1,9 @@
 """The Switch router: logits, routing over whole capacity groups, losses and statistics.
 
 :class:`SwitchRouter` is the shell around the pure functions of this package. It decides how many
-slots an expert has, over which tokens a loss counts, and attaches the losses' gradients. What it
-does not do: build a [tokens, experts] map, or drop anything - dropping is a comparison of a token's
-slot with the capacity, and dispatch reads the result.
+slots an expert has and over which tokens a loss is taken, and attaches the losses' gradients. It
+builds no [tokens, experts] map and drops nothing itself: a token is dropped where its slot is not
+below the capacity, and dispatch reads the comparison.
 
 Decisions:
 
@@ -18,8 +18,8 @@ Decisions:
   (:mod:`megatron_switch.moe.micro_batch_state`).
 * Statistics are recorded once per micro-batch: in training where gradients are enabled, so that a
   recomputed layer records once, and in evaluation apart from training.
-* Like Megatron's routers it returns a pair whose second item says which experts were chosen; what
-  watches routers from outside (``--moe-routing-trace-path``) reads that.
+* Like Megatron's routers it returns a pair whose second item is the chosen experts, which
+  ``--moe-routing-trace-path`` reads.
 
 Shape letters:
 
@@ -83,7 +83,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.switch = switch
-        if self.bias is not None:  # Megatron ties the router's bias to those of linear layers
+        if self.bias is not None:  # Megatron makes one wherever linear layers have a bias
             del self.bias
             self.register_parameter("bias", None)
         self.groups = CapacityGroups(switch.capacity_group, pg_collection)
@@ -99,8 +99,8 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
 
         Returns:
             The routing, with slots counted over whole capacity groups, whose gates carry the
-            gradients of the losses as well; and each token's expert, shape (T, 1), which is what
-            Megatron's tracer of routers reads.
+            gradients of the losses as well; and each token's expert, shape (T, 1), which Megatron's
+            routing trace reads.
 
         Raises:
             ConfigError: If the padding mask is not as above.
@@ -152,7 +152,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         """
         x_TD = input.reshape(-1, input.shape[-1])
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        if len(x_TD) == 0:  # which Megatron's function cannot reshape
+        if len(x_TD) == 0:  # Megatron's function cannot reshape an empty tensor
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
         logits_TE: Tensor = router_gating_linear(x_TD, self.weight, None, dtype)
         return logits_TE
@@ -182,7 +182,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         )
 
     def _keys(self, rows: Rows) -> Tensor:
-        """Return the tokens' random keys: by place in the whole micro-batch, on any rank."""
+        """Return the tokens' random keys: by index in the whole micro-batch, on any rank."""
         assert self.layer_number is not None, "noise is keyed by the layer's number"
         return counter_rng.token_keys(step_key(), self.layer_number, self.groups.positions(rows))
 
@@ -234,6 +234,7 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         for coefficient, share in zip(coefficients, (balance_share, z_share), strict=True):
             if coefficient:
                 loss = coefficient * share * weight
+                # Adds the loss's gradient in backward; the gates' values do not change.
                 gate_T = MoEAuxLossAutoScaler.apply(routing.gate_T, loss)
                 routing = replace(routing, gate_T=gate_T)
         return routing

@@ -34,15 +34,15 @@ from torch import Tensor
 from megatron_switch.errors import ConfigError
 
 _PADDING = -1
-"""Slot of a padding row; no real token has it."""
+"""Slot of a padding row; real tokens have slots from 0."""
 
 
 @dataclass(frozen=True)
 class SwitchRouting:
-    """The routing of T tokens, one entry a token. No [T, E] map is among it."""
+    """The routing of T tokens, one entry per token; no [T, E] map."""
 
     expert_T: Tensor
-    """Chosen expert, int64. Padding rows hold one too; nothing reads it."""
+    """Chosen expert, int64. Padding rows have one too, which nothing reads."""
     gate_T: Tensor
     """Router probability of the chosen expert, float32, differentiable."""
     slot_T: Tensor
@@ -157,7 +157,7 @@ def route_probs(
         )
     num_experts = probs_TE.shape[1]
     expert_T = probs_TE.detach().argmax(dim=1)
-    # gather keeps only the index for backward, and scatters without collisions.
+    # gather saves only the index for backward, and its scatter has no collisions.
     gate_T = probs_TE.gather(1, expert_T.unsqueeze(1)).squeeze(1)
     slot_T = assign_slots(
         expert_T,
@@ -218,14 +218,16 @@ def assign_slots(
     """
     key_T = expert_T if group_T is None else group_T.long() * num_experts + expert_T
     if padding_T is not None:
-        key_T = key_T.masked_fill(padding_T, _PADDING)  # a run of its own, before all others
+        key_T = key_T.masked_fill(padding_T, _PADDING)  # sorts before all others
     if gate_T is None:
         sorted_key_T, row_T = key_T.sort(stable=True)
     else:
+        # A stable sort by gate, then a stable one by key: by gate within each key.
         by_gate_T = gate_T.detach().argsort(descending=True, stable=True)
         sorted_key_T, place_T = key_T[by_gate_T].sort(stable=True)
         row_T = by_gate_T[place_T]
-    # A slot is the distance from the start of the token's run of equal keys.
+    # A slot is the distance from the start of the token's run of equal keys: a running maximum
+    # carries the last start forward.
     place_T = torch.arange(key_T.numel(), device=key_T.device)
     starts_run_T = torch.ones_like(place_T, dtype=torch.bool)
     starts_run_T[1:] = sorted_key_T[1:] != sorted_key_T[:-1]
@@ -289,7 +291,7 @@ def shift_slots(
 def check_rows(
     values_TE: Tensor, *, group_T: Tensor | None = None, padding_T: Tensor | None = None
 ) -> None:
-    """Refuse tensors that do not describe the same tokens, or not in the promised types.
+    """Refuse tensors whose shapes disagree or whose types are not as documented.
 
     Args:
         values_TE: Logits or probabilities, to be of shape (T, E), E >= 1, float32 or float64.
@@ -334,7 +336,7 @@ def _kept(slot_T: Tensor, capacity: int) -> Tensor:
 
 
 class _SoftmaxAndNormaliser(torch.autograd.Function):
-    """Softmax and logsumexp of rows: the derivative of the second is the first."""
+    """Softmax and logsumexp of rows: the gradient of the second is the first, saved once."""
 
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-"""Which positions of a sequence a rank holds, and who came before it.
+"""Which positions of a sequence a rank holds, and how many tokens come before them.
 
 Capacity is first come, first served over a whole group of tokens, and a group may be spread over
 ranks: sequence parallelism cuts a sequence into slices, context parallelism into two chunks a rank
 (first and last, second and second-last, ...). To number its slots, a rank needs the counts of all
-*earlier* tokens that other ranks hold. This file is the pure arithmetic of that: no process group,
-no communication; :mod:`megatron_switch.moe.router` gathers the counts.
+*earlier* tokens that other ranks hold. Here is only the arithmetic, without communication;
+:mod:`megatron_switch.moe.capacity_groups` gathers the counts.
 
 A *chunk* is a run of consecutive positions held by one rank. Ranks are numbered as in Megatron's
 tensor-and-context group: tensor rank varies fastest.
@@ -103,7 +103,7 @@ def earlier_counts(
             multiple of the ranks that share one micro-batch; micro-batches are consecutive.
         order: Chunk order inside one micro-batch, from :meth:`SequenceShards.order`.
         rank: This rank's index among the ``N``.
-        group: Tokens that compete for slots: those of one sequence, of one micro-batch
+        group: Tokens that share slots: those of one sequence, of one micro-batch
             (batch-major: all of sequence 0 first), or of all gathered micro-batches.
 
     Returns:
@@ -119,11 +119,13 @@ def earlier_counts(
         .reshape(num_microbatches, num_sequences, num_shards * num_chunks, num_experts)
         .index_select(2, order)
     )
+    # A group is a run of chunks along the flattened leading dims; sums restart with each group.
     leading = {"sequence": 2, "microbatch": 1, "ep": 0}[group]
     runs = ordered.flatten(leading, 2)
-    before = (runs.cumsum(leading) - runs).view_as(ordered)
+    before = (runs.cumsum(leading) - runs).view_as(ordered)  # exclusive cumulative sum
 
     microbatch, shard = divmod(rank, num_shards)
+    # argsort inverts the order: where this rank's chunks stand among the sorted ones.
     place = torch.argsort(order)[shard * num_chunks : (shard + 1) * num_chunks]
     return before[microbatch].index_select(1, place)
 
@@ -141,12 +143,12 @@ def _context_chunks(length: int, rank: int, size: int) -> tuple[SequenceChunk, .
 def _slice_of(
     chunks: tuple[SequenceChunk, ...], start: int, length: int
 ) -> tuple[SequenceChunk, ...]:
-    """Cut ``[start, start + length)`` out of chunks; those outside stay, with length 0."""
+    """Return the part ``[start, start + length)`` of chunks; those outside have length 0."""
     parts = []
     for chunk in chunks:
         first = max(start, chunk.offset)
         last = max(first, min(start + length, chunk.offset + chunk.length))
-        # An empty part keeps its position: it sorts somewhere and counts nothing.
+        # An empty part keeps a position: it is sorted like others and counts nothing.
         parts.append(
             SequenceChunk(
                 position=chunk.position + max(0, first - chunk.offset),

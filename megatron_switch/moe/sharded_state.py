@@ -2,9 +2,9 @@
 
 Keys and global shapes are those that Megatron's own experts write, whichever of its classes wrote
 them: ``experts.linear_fc1.weight`` [E, F, D] and ``experts.linear_fc2.weight`` [E, D, F], with a
-layer dim in front where layers are stacked, and one ``_extra_state`` object that holds nothing for
-every expert and matrix, because a checkpoint without them does not load. So checkpoints move both
-ways, and between layouts.
+layer dim in front where layers are stacked, and one empty ``_extra_state`` object for every expert
+and matrix, because a checkpoint without them does not load. So checkpoints can be exchanged in both
+directions, and between layouts.
 
 In the model the experts of a rank are one parameter; in the checkpoint each is a tensor. A
 ``ShardedTensorFactory`` turns one into the other, and Megatron's optimizers apply it to moments and
@@ -99,7 +99,9 @@ class ExpertShards:
             leading = self._leading_offsets(index)
             for part, piece in enumerate(torch.chunk(weight_XY, parts)):
                 suffix = ("_w", "_v")[part] if self.separate_keys and parts == 2 else ""
-                stacked = 1 if self.separate_keys else parts  # parts that share a global tensor
+                # Gated halves share one global tensor unless each has a key: all shards of the
+                # first half come before those of the second.
+                stacked = 1 if self.separate_keys else parts
                 place = (part * self.tensor_size if stacked == 2 else 0) + self.tensor_rank
                 yield ShardedTensor.from_rank_offsets(
                     self._key_of(key, index) + suffix,

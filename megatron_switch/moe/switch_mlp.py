@@ -1,10 +1,10 @@
-"""The Switch layer as Megatron sees it: a mixture of experts that routes, exchanges and combines.
+"""The Switch layer as a Megatron module: route, dispatch, compute, combine.
 
-:class:`SwitchMLP` is a ``MoELayer``, because Megatron asks with ``isinstance`` in several places
-(recompute, transformer layer, checkpoints), and takes over what a Switch layer does differently:
-the router returns indices instead of maps, and dispatch is ours, so ``forward`` is ours too.
-Weights are drawn when the layer's number is known, which is right after construction, from
-generators keyed by seed, layer and global expert index: the same in every layout.
+:class:`SwitchMLP` is a ``MoELayer``, because Megatron checks with ``isinstance`` in several places
+(recompute, transformer layer, checkpoints). It overrides what a Switch layer does differently: the
+router returns indices instead of maps, and the dispatcher is ours, so ``forward`` is ours too.
+Weights are drawn when the layer's number is known, which is right after construction, from a
+counter keyed by seed, layer and global expert index: the same in every layout.
 
 Shape letters:
 
@@ -101,16 +101,13 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
             self.set_layer_number(layer_number)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Take the layer's number in its stack, and draw the initial weights.
-
-        From here on the layer bears its number in the whole model.
-        """
+        """Set the layer's number in the whole model, from that in its stack, and draw weights."""
         super().set_layer_number(self._layers_before + layer_number)
         if self.config.perform_initialization:
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw router and expert weights from generators that name this layer."""
+        """Draw router and expert weights, keyed by this layer's number."""
         scale = self.switch.init_scale_value()
         draw = {"seed": self._seed, "layer_number": self.layer_number, "init_scale": scale}
         self.router.reset_switch_parameters(**draw)
@@ -132,11 +129,11 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
 
         Returns:
             Expert outputs of shape (S, B, D), exactly zero for dropped tokens and padding, and None
-            in the place of a bias.
+            for the bias.
 
         Raises:
             ConfigError: If tensor ranks hold the same tokens, or the mask does not fit them.
-            OutOfMemoryError: With sizes, and the flags that shrink them.
+            OutOfMemoryError: With sizes, and the flags that reduce them.
         """
         assert intermediate_tensors is None, "refused: --overlap-moe-expert-parallel-comm"
         if self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
@@ -146,7 +143,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
             )
         if not (self.moe_layer_recompute and self.training):
             return self._routed_forward(hidden_states, padding_mask), None
-        # Transformer Engine must know of a second pass through layers that scale to fp8 or fp4.
+        # For fp8 and fp4 Transformer Engine must know that a second forward pass is a recompute.
         engine = self.config.fp8 or self.config.fp4
         states = (tensor_parallel.random.get_cuda_rng_tracker, self.tp_group) if engine else ()
         checkpoint = te_checkpoint if engine else tensor_parallel.checkpoint
@@ -167,7 +164,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
         return y_TD.view_as(x_BSD).transpose(0, 1).contiguous()
 
     def _memory_advice(self, x_BSD: Tensor) -> str:
-        """Say what the layer's largest buffers need, and which flags shrink them."""
+        """Return sizes of the layer's largest buffers, and the flags that reduce them."""
         num_sequences, length, width = x_BSD.shape
         num_tokens, num_experts = num_sequences * length, self.config.num_moe_experts
         capacity = self.router.capacity_of(num_sequences, length)
@@ -182,7 +179,7 @@ class SwitchMLP(MoELayer):  # type: ignore[misc]
             f"Out of memory in Switch layer {self.layer_number}: T = {num_tokens} tokens on this "
             f"rank, E = {num_experts} experts, C = {capacity} slots per expert and capacity group. "
             f"This rank's experts take up to {rows} rows of {row_bytes} bytes, "
-            f"{rows * row_bytes / 2**20:.1f} MiB, held several times over; the router's "
+            f"{rows * row_bytes / 2**20:.1f} MiB, in several copies; the router's "
             f"probabilities take {4 * num_tokens * num_experts / 2**20:.1f} MiB. Lower "
             f"--micro-batch-size or {factor}, raise --expert-model-parallel-size, or recompute "
             "with --recompute-granularity selective --recompute-modules moe."
@@ -220,7 +217,7 @@ def _refuse_unsupported(
     noise = config.moe_input_jitter_eps or switch.expert_dropout
     if noise and config.cuda_graph_impl != "none":
         raise ConfigError(
-            "A captured CUDA graph would repeat the noise of one micro-batch for ever, and "
+            "A captured CUDA graph would repeat the noise of one micro-batch in every step, and "
             f"--moe-input-jitter-eps is {config.moe_input_jitter_eps}, --switch-expert-dropout "
             f"{switch.expert_dropout}. Set both to 0, or leave --cuda-graph-impl "
             f"{config.cuda_graph_impl} out."

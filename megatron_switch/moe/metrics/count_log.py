@@ -1,8 +1,8 @@
-"""What ``--save-tokens-per-expert-interval`` writes about Switch layers.
+"""Tokens per expert for ``--save-tokens-per-expert-interval``.
 
-Megatron's logger hooks Transformer Engine's grouped linear layers and notes how many rows each was
-given. Our own experts have none, and with padded dispatch rows are slots, filled or not. The
-function here takes the place of the logger's registration
+Megatron's logger hooks Transformer Engine's grouped linear layers and records how many rows each
+was given. Our own experts have none, and with padded dispatch rows are slots, filled or not. The
+function here replaces the logger's registration
 (``megatron.training.activation_logging:ActivationLogger.register_tpe_hooks``): files, names and
 format stay Megatron's, the numbers are tokens that the experts of this rank kept, one list for each
 micro-batch. A micro-batch counts once, also where the layer is recomputed or its exchange is split.
@@ -23,11 +23,11 @@ from megatron_switch.moe.switch_mlp import SwitchMLP
 
 
 def register_count_hooks(self: Any, model: Iterable[nn.Module]) -> None:
-    """Make every Switch layer note its tokens per expert with Megatron's logger.
+    """Make every Switch layer record its tokens per expert in Megatron's logger.
 
     Args:
         self: Megatron's ``ActivationLogger``, whose method this becomes; it removes the hooks and
-            writes what they noted.
+            writes what they recorded.
         model: The model chunks of this rank.
     """
     for chunk in model:

@@ -1,17 +1,17 @@
-"""What a router did, as numbers that add up: over micro-batches, ranks and layers.
+"""Routing statistics as sums, which add up over micro-batches, ranks and layers.
 
 A layer's statistics are one row of sums. Rows are added, never averaged, until the very end, so
 that a logged value is the effective value in every layout: the losses are recorded as this rank's
 *share* (their sum over the ranks of a micro-batch is the loss), everything else as counts, the
 micro-batches themselves included.
 
-Counts are of tokens before any drop, padding excluded. The sweep says how many tokens *would* have
-been dropped at other capacity factors; slots are numbered before capacity cuts them off, so it is
-exact and costs one comparison a factor.
+Counts are of tokens before any drop, padding excluded. The sweep counts the tokens that *would* be
+dropped at other capacity factors; slots are numbered before capacity is applied, so it is exact and
+costs one comparison per factor.
 
 Shape letters:
 
-    L  layers with experts    E  experts    F  factors on the sweep
+    L  layers with experts    E  experts    F  factors of the sweep
 """
 
 from dataclasses import dataclass, fields, replace

@@ -1,13 +1,12 @@
-"""What an expert is for, told by the tokens that are sent to it.
+"""Specialisation of experts, measured by the lift of the tokens that are routed to them.
 
-Raw counts say little: every expert sees many commas. The *lift* of a token for an expert is how
-many times more often the token goes there than tokens in general do,
+Raw counts show little: every expert sees many commas. The *lift* of a token for an expert is how
+many times more often the token is routed there than tokens in general are,
 
     lift(t, e) = P(e | t) / P(e) = n(t, e) * N / (n(t) * n(e)).
 
-A lift of 1 / P(e) is the most that there can be: all of a token's occurrences go to the expert.
-Rare tokens reach it by chance, so only tokens seen often count; of tokens that reach it, or any
-other lift, together, the one that the expert gets more often comes first.
+Its maximum is 1 / P(e): all of a token's occurrences go to the expert. Rare tokens reach it by
+chance, so only frequent tokens count; of equal lifts the more frequent token comes first.
 
 Shape letters: T tokens observed, V vocabulary, E experts.
 """
@@ -67,7 +66,7 @@ def highest_lifts(
             )
             for v in torch.nonzero(often_V & (lift_VE[:, expert] > 1.0)).flatten().tolist()
         ]
-        # For one expert the same order as that of lifts, and what is equal is so to the last bit.
+        # By share: for one expert the same order as by lift, and ties are exact.
         candidates.sort(key=lambda one: (-one.share, -one.count, one.token))
         best.append(candidates[:num_tokens])
     return best

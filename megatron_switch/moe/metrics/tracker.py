@@ -1,4 +1,4 @@
-"""Routing statistics on their way from the routers to Megatron's log.
+"""Routing statistics from the routers to Megatron's log.
 
 :class:`SwitchMetricsTracker` takes the place of Megatron's MoE metrics tracker
 (``set_moe_metrics_tracker``). Routers add rows of sums; once a step :meth:`report` adds the rows of
@@ -6,9 +6,9 @@ all ranks with one all-reduce over the world, which every rank joins: pipeline s
 layer add zeros, and tensor, context and data ranks hold distinct tokens, so each token counts once.
 
 A router records only where gradients are enabled, which is once per micro-batch with or without
-recompute; evaluation goes to rows of its own that only :meth:`report_evaluation` reads. Both stand
-among Megatron's metric entries and are cleared in place, because a captured CUDA graph goes on
-adding to the memory it was captured with, and Megatron restores the entries after its warm-up.
+recompute; evaluation has rows of its own that only :meth:`report_evaluation` reads. Both are
+Megatron metric entries and are cleared in place, because a captured CUDA graph keeps adding to the
+memory it was captured with, and Megatron restores the entries after its warm-up.
 """
 
 import math
@@ -66,15 +66,15 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
 
     @property
     def step_is_skipped(self) -> bool:
-        """Whether the step under way must not change a weight."""
+        """Whether the current step must not change a weight."""
         return self._step_is_skipped
 
     def mark_step_skipped(self) -> None:
-        """Let the optimizer leave the step under way out; until the next report."""
+        """Let the optimizer skip the current step; until the next report."""
         self._step_is_skipped = True
 
     def not_finite_layers(self) -> Tensor:
-        """Return in which layers this rank's routers saw infinity or NaN in the step under way.
+        """Return in which layers this rank's routers saw infinity or NaN in the current step.
 
         Returns:
             Shape (L,), bool, on the device; nothing waits for it.
@@ -98,8 +98,8 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
     ) -> str:
         """Sum over ranks, log, clear; called by Megatron once per step on every rank.
 
-        Megatron passes a closed list of names and per-name settings; they say nothing that is not
-        known here from construction, so they are not read.
+        Megatron also passes names and per-name settings, all known here from construction; they
+        are not read.
 
         Args:
             loss_scale: One over the number of micro-batches; the rows know how many they hold.
@@ -172,7 +172,7 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
                 total_loss_dict[name] = torch.tensor([scalars[name]])
 
     def _step_was_skipped(self, total_loss_dict: dict[str, Any]) -> bool:
-        """Tell from Megatron's two counters, which it resets together after a console line."""
+        """Return it from Megatron's two counters, which it resets together after a console line."""
         advanced, skipped = (int(total_loss_dict.get(key, 0)) for key in _STEP_KEYS)
         advanced_before, skipped_before = self._steps_before
         self._steps_before = (advanced, skipped)
@@ -182,8 +182,8 @@ class SwitchMetricsTracker(MoEMetricsTracker):  # type: ignore[misc]
 def record_routing(layer_number: int, row: Tensor, *, training: bool) -> None:
     """Hand a router's row to the active tracker, if it is ours.
 
-    Inside another training program Megatron's own tracker is active; it knows only losses, and the
-    program that set it up decides what it logs.
+    Inside another training program Megatron's own tracker is active; it records only losses, and
+    that program decides what it logs.
     """
     tracker = get_moe_metrics_tracker()
     if isinstance(tracker, SwitchMetricsTracker):
@@ -191,13 +191,13 @@ def record_routing(layer_number: int, row: Tensor, *, training: bool) -> None:
 
 
 def step_is_skipped() -> bool:
-    """Return whether the active tracker, if it is ours, says that the step must be left out."""
+    """Return whether the active tracker, if it is ours, marks the step as skipped."""
     tracker = get_moe_metrics_tracker()
     return isinstance(tracker, SwitchMetricsTracker) and tracker.step_is_skipped
 
 
 def console_text(report: RoutingReport) -> str:
-    """Return what a console line gains: drops and load, of each stack, and idle experts."""
+    """Return the addition to a console line: drops and load of each stack, and idle experts."""
     parts = {f"{stack} ": part for stack, part in report.stacks().items()} or {"": report}
     text = "".join(
         f" {stack}dropped: {part.dropped:.4f} |"
@@ -212,7 +212,7 @@ def console_text(report: RoutingReport) -> str:
 
 
 def _device() -> torch.device | int | str:
-    """Return where rows lie on a rank that has recorded none: a stage without an MoE layer."""
+    """Return the device of rows on a rank that has recorded none: a stage without an MoE layer."""
     return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
 
 
