@@ -1,4 +1,4 @@
-"""CUDA calls answered by the CPU, so that unmodified Megatron trains over gloo."""
+"""CUDA emulated on the CPU, so that unmodified Megatron trains over gloo."""
 
 from megatron_switch.emulation.launch import import_megatron, launch
 from megatron_switch.emulation.patches import cuda_on_cpu

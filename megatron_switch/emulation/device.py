@@ -1,9 +1,8 @@
-"""The emulated CUDA device: what ``torch.cuda`` is asked about it, answered for the CPU.
+"""The emulated CUDA device: functions of ``torch.cuda`` with the CPU's values.
 
-Streams and events do everything at once, in program order; an event's time is the host's
-clock. Memory is that of this process, cores and total memory are the host's. What is not
-here (CUDA graphs, memory pools, profilers) is not emulated and fails as it does without a
-GPU.
+Streams and events complete at once, in program order; an event's time is the host's clock. Memory
+is that of this process, cores and total memory are the host's. What is not here (CUDA graphs,
+memory pools, profilers) is not emulated and fails as it does without a GPU.
 """
 
 import os
@@ -22,7 +21,7 @@ _MS_PER_S = 1000.0
 
 
 class Stream:
-    """A CUDA stream whose work is done by the time it is issued."""
+    """A CUDA stream whose work is complete as soon as it is issued."""
 
     cuda_stream = 0
     priority = 0
@@ -36,16 +35,16 @@ class Stream:
         return (0, 0)
 
     def wait_stream(self, stream: object) -> None:
-        """Return: the other stream has nothing left to do."""
+        """Do nothing: the work of the other stream is complete."""
 
     def wait_event(self, event: object) -> None:
-        """Return: the event has happened."""
+        """Do nothing: the event has happened."""
 
     def synchronize(self) -> None:
-        """Return: nothing is left to do."""
+        """Do nothing: all work is complete."""
 
     def query(self) -> bool:
-        """Whether all work is done."""
+        """Whether all work is complete."""
         return True
 
     def record_event(self, event: "Event | None" = None) -> "Event":
@@ -76,14 +75,14 @@ class Event:
         self._recorded_s = time.perf_counter()
 
     def record(self, stream: object = None) -> None:
-        """Take the time."""
+        """Record the time."""
         self._recorded_s = time.perf_counter()
 
     def wait(self, stream: object = None) -> None:
-        """Return: the event has happened."""
+        """Do nothing: the event has happened."""
 
     def synchronize(self) -> None:
-        """Return: the event has happened."""
+        """Do nothing: the event has happened."""
 
     def query(self) -> bool:
         """Whether the event has happened."""
@@ -96,7 +95,7 @@ class Event:
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What ``torch.cuda.get_device_properties`` answers; bytes and counts are the host's."""
+    """Result of ``torch.cuda.get_device_properties``; bytes and counts are the host's."""
 
     name: str = "CPU in place of a CUDA device"
     major: int = 8  # the first generation with bfloat16
@@ -106,11 +105,11 @@ class DeviceProperties:
     warp_size: int = 32
 
 
-class Device:
-    """The answers to ``torch.cuda``'s questions about devices, streams and memory."""
+class EmulatedDevice:
+    """Replacements of ``torch.cuda``'s functions for devices, streams and memory."""
 
     def __init__(self) -> None:
-        """One device for each rank of this host."""
+        """Start on device 0."""
         self._current = 0
         self._stream = Stream()
 
@@ -135,11 +134,11 @@ class Device:
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def is_available(self) -> bool:
-        """No: torch's own code must take its CPU paths, because the tensors are on the CPU."""
+        """False: torch's own code must take its CPU paths, because the tensors are on the CPU."""
         return False
 
     def is_in_bad_fork(self) -> bool:
-        """No: a forked process can use the emulated device, whatever its parent touched."""
+        """False: a forked process can use the emulated device, whatever its parent used."""
         return False
 
     def get_device_capability(self, device: object = None) -> tuple[int, int]:
@@ -167,10 +166,10 @@ class Device:
         yield
 
     def ignore(self, *args: object, **kwargs: object) -> None:
-        """Return: there is nothing to wait for, to free or to mark."""
+        """Do nothing: there is nothing to wait for, to free or to mark."""
 
     def is_current_stream_capturing(self) -> bool:
-        """No CUDA graph is ever captured."""
+        """False: no CUDA graph is ever captured."""
         return False
 
     def memory_allocated(self, device: object = None) -> int:

@@ -1,9 +1,9 @@
-"""What is addressed to a CUDA device goes to the CPU, and draws from the right random stream.
+"""Function mode that redirects CUDA tensors to the CPU, with the random streams of a GPU machine.
 
-**Devices.** A tensor asked for on ``"cuda"`` (by name, by index, by ``.cuda()`` or
-``.to``) is an ordinary CPU tensor. ``Tensor.type()`` answers ``torch.cuda.*``, because
-Megatron keeps its optimizer's parameters apart by that name. ``Tensor.device`` and
-``Tensor.is_cuda`` stay truthful, so that torch's own code takes its CPU paths.
+**Devices.** A tensor requested on ``"cuda"`` (by name, by index, by ``.cuda()`` or ``.to``) is an
+ordinary CPU tensor. ``Tensor.type()`` returns ``torch.cuda.*``, because Megatron groups its
+optimizer's parameters by that name. ``Tensor.device`` and ``Tensor.is_cuda`` are the CPU's, so that
+torch's own code takes its CPU paths.
 
 **Random streams.** A GPU machine has two: the CUDA generator's and the host's. Operators
 such as dropout take no generator; they draw from the one that torch's CPU kernels use.
@@ -11,7 +11,7 @@ Inside the emulation that one therefore *is* the emulated CUDA generator, and th
 a generator of its own (:class:`RandomStreams`). Drawn from the host's are factories that
 name no CUDA device (``torch.randperm(5)``), and in-place draws on a tensor that such a
 factory made (``torch.empty(()).random_()``, the seed that every ``DataLoader`` iterator
-takes; a weight that is initialised on the CPU). Operators do not hand this mark on: what
+takes; a weight that is initialised on the CPU). Operators do not pass this mark on: what
 is computed from a host tensor, or wrapped around it as a ``Parameter``, counts as the GPU's.
 """
 
@@ -68,12 +68,12 @@ class RandomStreams:
             self.cuda.set_state(cuda_state)
 
     def leave(self) -> None:
-        """Give torch's CPU generator the host's stream back."""
+        """Restore the host's stream in torch's CPU generator."""
         self.cuda.set_state(self.host.get_state())
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Answers calls that name a CUDA device, or draw random numbers; see the module's text."""
+    """Handles calls that name a CUDA device or draw random numbers; see the module's docstring."""
 
     def __init__(self, streams: RandomStreams) -> None:
         """Draw from ``streams``."""
@@ -82,7 +82,7 @@ class CudaOnCpu(TorchFunctionMode):
         self._host_tensors = WeakTensorKeyDictionary()
 
     def is_active(self) -> bool:
-        """Whether this mode sees the calls that are made now; inside a call it does not."""
+        """Whether this mode sees calls made now; it does not inside a call that it handles."""
         return self in function_mode_stack()
 
     def __torch_function__(
@@ -93,19 +93,19 @@ class CudaOnCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` on the CPU."""
-        answer = _ANSWERS.get(func)
-        if not kwargs:  # nearly always, and there are thousands of calls a step
-            return func(*args) if answer is None else answer(self, func, args, {}, False)
+        handler = _HANDLERS.get(func)
+        if not kwargs:  # the common case of thousands of calls a step
+            return func(*args) if handler is None else handler(self, func, args, {}, False)
         on_cuda = "device" in kwargs and is_cuda(kwargs["device"])
         if on_cuda:
             kwargs = {**kwargs, "device": _CPU}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if answer is None:
+        if handler is None:
             return func(*args, **kwargs)
-        return answer(self, func, args, kwargs, on_cuda)
+        return handler(self, func, args, kwargs, on_cuda)
 
-    # The answers below share one signature; ``on_cuda``: a keyword named a CUDA device.
+    # The handlers below share one signature; ``on_cuda``: a keyword named a CUDA device.
 
     def _make(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
         made = func(*args, **kwargs)
@@ -126,10 +126,10 @@ class CudaOnCpu(TorchFunctionMode):
         if len(args) > 1 and is_cuda(args[1]):
             args, on_cuda = (args[0], _CPU, *args[2:]), True
         moved = func(*args, **kwargs)
-        return self._given_to_gpu(moved) if on_cuda else moved
+        return self._moved_to_gpu(moved) if on_cuda else moved
 
     def _cuda(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
-        return self._given_to_gpu(args[0])
+        return self._moved_to_gpu(args[0])
 
     def _pin_memory(self, func: _Func, args: _Args, kwargs: _Kwargs, on_cuda: bool) -> Any:
         return args[0]
@@ -139,7 +139,7 @@ class CudaOnCpu(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
 
-    def _given_to_gpu(self, tensor: Tensor) -> Tensor:
+    def _moved_to_gpu(self, tensor: Tensor) -> Tensor:
         if tensor in self._host_tensors:
             del self._host_tensors[tensor]
         return tensor
@@ -158,7 +158,7 @@ _INITIALISERS = (
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor)
 _RANDOM_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm)
 
-_ANSWERS: dict[Any, Callable[..., Any]] = {
+_HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_FACTORIES, CudaOnCpu._make),
     **dict.fromkeys(_RANDOM_FACTORIES, CudaOnCpu._make_random),
     **{getattr(Tensor, name): CudaOnCpu._draw for name in _IN_PLACE.split()},

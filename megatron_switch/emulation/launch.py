@@ -7,16 +7,16 @@ Guaranteed:
 
 * Every rank finds in its environment what ``torchrun`` would have put there.
 * A rank's output goes where the parent's goes, as it is. Only the traceback of a rank
-  that fails is held back, so that the first failure is the first thing to read; ranks
-  that fail because of it (their peer is gone) get one line each. A rank that returns 2
-  has printed what the user did wrong, and nothing is added.
+  that fails is held back, so that the first failure is printed first; ranks that fail
+  because of it (their peer is gone) get one line each. A rank that returns 2 has printed
+  a user error, and nothing is added.
 * SIGTERM and SIGINT reach every rank once; a second one kills them. When a rank fails
-  the others are ended, and when the parent dies the kernel ends them all.
+  the others are terminated, and when the parent dies the kernel kills them all.
 * The result is 0 only when every rank returned 0 or ``None``.
 
 Forking is safe while nothing has touched a GPU. Ranks run on one thread each unless
-``OMP_NUM_THREADS`` says otherwise, as under ``torchrun``: a thread pool that the parent
-has used does not survive a fork, and ranks that wait for each other need no second one.
+``OMP_NUM_THREADS`` is set, as under ``torchrun``: a thread pool that the parent has used
+does not survive a fork, and ranks that wait for each other need no second thread.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ _SETTLE_S = 0.1  # until failures that happened at one moment have all been repo
 _GRACE_S = 10.0  # between asking a rank to end and killing it
 _POLL_S = 0.02
 _FAILED = 1
-_EXPLAINED = 2  # a mistake of the user's: the rank has said what it is
+_EXPLAINED = 2  # a user error, which the rank has printed
 _SIGNALLED = 128  # a shell's exit code for "ended by signal n" is 128 + n
 _NOTE = "What rank "  # how a note on a rank's log begins
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
@@ -93,8 +93,8 @@ def launch(num_ranks: int, target: Callable[[], int | None]) -> int:
 def import_megatron() -> None:
     """Import what training on CPU ranks needs, so that forked ranks share it.
 
-    What is imported lives for good, so no garbage is collected meanwhile, and later collections,
-    on the ranks and at exit, do not walk it: that saves 2 s at either end.
+    Imported objects live as long as the process, so garbage collection is off meanwhile, and later
+    collections, on the ranks and at exit, skip them: that saves 2 s at start and at exit.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -108,7 +108,7 @@ def import_megatron() -> None:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank is told."""
+    """Rank, port and folder of one rank."""
 
     rank: int
     num_ranks: int
@@ -137,7 +137,7 @@ class _Failure:
 
     code: int
     time_ns: int
-    text: str  # empty where the rank has said it all
+    text: str  # empty where the rank has printed it
 
     @classmethod
     def of(cls, rank: _Rank, code: int) -> "_Failure":
@@ -208,15 +208,15 @@ class _Ranks:
     def signals_forwarded(self) -> Iterator[None]:
         """Pass SIGTERM and SIGINT on to the ranks instead of dying of them.
 
-        A rank that trains saves before it ends, which takes as long as it takes; whoever does not
-        want to wait for that signals again, and ranks that hang end too.
+        A rank that trains saves a checkpoint before it ends, which may take long; a second signal
+        kills the ranks, also those that hang.
         """
-        told = False
+        forwarded = False
 
         def forward(number: int, frame: FrameType | None) -> None:
-            nonlocal told
-            self._signal(signal.SIGKILL if told else number)
-            told = True
+            nonlocal forwarded
+            self._signal(signal.SIGKILL if forwarded else number)
+            forwarded = True
 
         before = {number: signal.signal(number, forward) for number in _FORWARDED}
         try:
@@ -229,7 +229,7 @@ class _Ranks:
                 signal.signal(number, handler)
 
     def _failed(self) -> list[_Failure]:
-        """Forget the ranks that have ended; return those of them that failed."""
+        """Remove the ranks that have ended; return those of them that failed."""
         failures = []
         for pid, rank in list(self._running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -274,13 +274,13 @@ def _become(rank: _Rank, parent: int, target: Callable[[], int | None]) -> NoRet
 
 
 def _num_threads() -> int:
-    """Return what ``OMP_NUM_THREADS`` asks for; like OpenMP, pass over what is no number."""
+    """Return the number in ``OMP_NUM_THREADS``, else 1; like OpenMP, ignore what is no number."""
     outermost = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
     return int(outermost) if outermost.isdecimal() and int(outermost) else 1
 
 
 def _leave_parent(parent: int) -> None:
-    """Have signals of one's own, and end with the parent."""
+    """Restore signal handlers, and have the kernel kill this process with its parent."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         os._exit(_FAILED)
@@ -299,10 +299,10 @@ def _exit_code(exit_: SystemExit) -> int:
 
 @contextmanager
 def _free_port() -> Iterator[int]:
-    """A port that stays ours until the first rank listens on it, seconds from now."""
+    """Reserve a port until the first rank listens on it, seconds from now."""
     with socket.socket() as holder:
-        # Both bind with SO_REUSEADDR and only the rank listens: Linux allows that, and gives
-        # the port to nobody who asks for just any.
+        # Both bind with SO_REUSEADDR and only the rank listens: Linux allows that, and does not
+        # give the port to a process that asks for any free one.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield int(holder.getsockname()[1])

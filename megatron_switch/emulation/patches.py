@@ -1,15 +1,15 @@
 """Every patch that CPU emulation applies, and the block that applies them.
 
-:func:`cuda_on_cpu` is the only door: unmodified ``megatron.training.pretrain`` trains
-over gloo inside it, and everything is as before when it is left, also by an exception.
+:func:`cuda_on_cpu` is the only entry: unmodified ``megatron.training.pretrain`` trains over gloo
+inside it, and everything is restored when it is left, also by an exception.
 
-torch's names are answered entirely by this room; Megatron's are few, because Megatron
-asks torch. ``torch.cuda.is_available()`` answers no, so that torch (data loader,
-checkpoints, autocast) takes the paths that fit CPU tensors; Megatron's assertion that it
-answers yes is met through Megatron's own ``allow_no_cuda`` argument.
+torch's functions are replaced entirely; Megatron's are few, because Megatron calls torch.
+``torch.cuda.is_available()`` returns False, so that torch (data loader, checkpoints, autocast)
+takes the paths that fit CPU tensors; Megatron's assertion that it is True is avoided through
+Megatron's own ``allow_no_cuda`` argument.
 
-TorchDynamo is off inside the block: what Megatron compiles would need a C++ compiler and
-17 s of a cold start.
+TorchDynamo is off inside the block: what Megatron compiles would need a C++ compiler and 17 s at a
+cold start.
 """
 
 import functools
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_switch.emulation.device import Device, Event, Stream
+from megatron_switch.emulation.device import EmulatedDevice, Event, Stream
 from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
 from megatron_switch.emulation.gloo import (
     GroupsOnOneDevice,
@@ -31,9 +31,9 @@ from megatron_switch.emulation.gloo import (
 )
 from megatron_switch.upstream.patching import Patch, applied
 
-_NO_GPU = "there is no CUDA device to ask"
+_NO_GPU = "there is no CUDA device"
 _BOUND_AT_IMPORT = "it holds torch's own function from before the emulation"
-_HOST_STREAM = "the host draws from a generator of its own"
+_HOST_STREAM = "the host has a generator of its own"
 _RECOMPUTE = "recompute must restore the emulated CUDA stream, though its tensors are the CPU's"
 _entered: list[CudaOnCpu] = []
 
@@ -45,14 +45,14 @@ def import_patches() -> tuple[Patch, ...]:
             "torch:compile",
             "Megatron compiles functions as it is imported, which takes Inductor 2 s to get ready "
             "for, and nothing compiled is run here",
-            _left_as_it_is,
+            _not_compiled,
         ),
     )
 
 
 @contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """Answer CUDA calls on the CPU for the length of a ``with`` block.
+    """Emulate CUDA on the CPU for the length of a ``with`` block.
 
     Start process groups with gloo (Megatron: ``--distributed-backend gloo``). The block
     belongs to one process: fork first, then enter it on every rank.
@@ -65,7 +65,7 @@ def cuda_on_cpu() -> Iterator[None]:
     streams = RandomStreams()
     mode = CudaOnCpu(streams)
     with ExitStack() as stack:
-        stack.enter_context(applied(emulation_patches(Device(), streams, mode)))
+        stack.enter_context(applied(emulation_patches(EmulatedDevice(), streams, mode)))
         stack.callback(streams.leave)
         # Megatron asks for one connection, so that its overlapped transfers start in order.
         stack.enter_context(_environment_default("CUDA_DEVICE_MAX_CONNECTIONS", "1"))
@@ -78,15 +78,17 @@ def cuda_on_cpu() -> Iterator[None]:
         yield
 
 
-def emulation_patches(device: Device, streams: RandomStreams, mode: CudaOnCpu) -> tuple[Patch, ...]:
+def emulation_patches(
+    device: EmulatedDevice, streams: RandomStreams, mode: CudaOnCpu
+) -> tuple[Patch, ...]:
     """Return every patch, without applying it."""
-    answers = _answers(device) | {
+    replacements = _replacements(device) | {
         "torch.cuda:default_generators": (streams.cuda,) * device.device_count()
     }
     return (
-        *(Patch(target, _NO_GPU, answer) for target, answer in answers.items()),
+        *(Patch(target, _NO_GPU, value) for target, value in replacements.items()),
         *(
-            Patch(alias, _BOUND_AT_IMPORT, answers[origin], alias_of=origin)
+            Patch(alias, _BOUND_AT_IMPORT, replacements[origin], alias_of=origin)
             for alias, origin in _ALIASES.items()
         ),
         Patch("torch:default_generator", _HOST_STREAM, streams.host),
@@ -153,12 +155,12 @@ _ALIASES = {
 """Names bound at import, by the name of their origin."""
 
 
-def _answers(device: Device) -> dict[str, Any]:
-    """What stands in place of each name of ``torch.cuda`` that Megatron asks."""
+def _replacements(device: EmulatedDevice) -> dict[str, Any]:
+    """Return the replacement of each name of ``torch.cuda`` that Megatron uses."""
     return {
         "torch.accelerator:is_available": device.is_available,
-        # With this one, torch's own deferred calls happen at once, wherever their names were
-        # copied to at import (megatron.core.tensor_parallel.random sets random states with them).
+        # With this one, torch's deferred calls run at once, wherever their names were copied at
+        # import (megatron.core.tensor_parallel.random sets random states with them).
         "torch.cuda:_initialized": True,
         "torch.cuda:_is_in_bad_fork": device.is_in_bad_fork,
         "torch.cuda:_exchange_device": device.exchange_device,
@@ -195,13 +197,13 @@ def _answers(device: Device) -> dict[str, Any]:
     }
 
 
-def _left_as_it_is(model: Any = None, **settings: Any) -> Any:
-    """Stand for ``torch.compile``: called, or as a decorator with or without settings."""
+def _not_compiled(model: Any = None, **settings: Any) -> Any:
+    """Replace ``torch.compile``: called, or as a decorator with or without settings."""
     return (lambda function: function) if model is None else model
 
 
 def _entering_again(mode: CudaOnCpu, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the engine's start: enter ``mode`` where the call of backward suspended it."""
+    """Wrap the autograd engine: enter ``mode``, which the call of backward has suspended."""
 
     def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if mode.is_active() else mode:

@@ -1,1 +1,1 @@
-"""One rank of any world size, rehearsed in one process without a GPU: real code, fake tensors."""
+"""Dry run of one rank of any world size in one process without a GPU: real code, fake tensors."""

@@ -1,10 +1,10 @@
-"""What a rank says to others: every collective that torch issues, with its group and its bytes.
+"""Collective trace of one rank: every collective that torch issues, with its group and its bytes.
 
-Read where torch itself hands a collective to its back end, below every wrapper and alias of
-``torch.distributed``, so that nothing can be missed and a rehearsal and a real run are read alike.
+Collectives are recorded where torch calls its back end, below every wrapper and alias of
+``torch.distributed``, so that none is missed, and in the same way in a rehearsal and a real run.
 
-The bytes of a call are the larger of what goes in and what comes out on this rank, which is what
-nccl-tests calls ``size``: a whole gathered tensor, a whole tensor before it is scattered.
+The bytes of a call are the larger of its input and its output on this rank, which nccl-tests calls
+``size``: a whole gathered tensor, a whole tensor before it is scattered.
 """
 
 from collections import Counter
@@ -42,18 +42,18 @@ COLLECTIVES: Mapping[Any, str] = {
     _OPS.recv_any_source_.default: "receive",
     _OPS.barrier.default: "barrier",
 }
-"""Every operator of torch's back ends, by the name under which we report it."""
+"""The reported name of every operator of torch's back ends."""
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective as this rank issued it.
 
     Attributes:
         kind: A value of :data:`COLLECTIVES`.
         group: Name of the group, as in :data:`megatron_switch.layout.grid.GROUP_NAMES`.
         members: Global ranks of the group, ascending.
-        num_bytes: The larger of what goes in and what comes out here.
+        num_bytes: The larger of input and output on this rank.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveTotal:
     """All calls of one kind over one group.
 
     Attributes:
@@ -83,20 +83,21 @@ class Row:
     num_bytes: int
 
 
-class CollectiveLog:
+class CollectiveTrace:
     """Collectives in the order in which this rank issued them."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[CollectiveCall] = []
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def add(self, op: Any, args: Sequence[Any]) -> None:
-        """Note one call of an operator in :data:`COLLECTIVES`."""
+        """Record one call of an operator in :data:`COLLECTIVES`."""
+        # The tensors of a call stand in front of its group.
         place = next(i for i, each in enumerate(args) if isinstance(each, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(args[place])
         name, members = self._describe(group)
         num_bytes = max(sum(map(_bytes, _tensors(each))) for each in args[:place])
-        self.calls.append(Call(COLLECTIVES[op], name, members, num_bytes))
+        self.calls.append(CollectiveCall(COLLECTIVES[op], name, members, num_bytes))
 
     def _describe(self, group: Any) -> tuple[str, tuple[int, ...]]:
         key = str(group.group_name)
@@ -106,14 +107,14 @@ class CollectiveLog:
         return self._groups[key]
 
 
-def table(calls: Sequence[Call], ranks_per_node: int) -> list[Row]:
+def totals(calls: Sequence[CollectiveCall], ranks_per_node: int) -> list[CollectiveTotal]:
     """Return calls summed by kind and group, most bytes first.
 
-    Groups of one rank are left out: nothing travels there.
+    Groups of one rank are left out: nothing is sent there.
 
     Args:
         calls: What a rank issued.
-        ranks_per_node: Ranks on each node, which fill nodes one after another.
+        ranks_per_node: Ranks on each node; ranks fill nodes one after another.
     """
     counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     sums: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
@@ -123,7 +124,7 @@ def table(calls: Sequence[Call], ranks_per_node: int) -> list[Row]:
             counts[key] += 1
             sums[key] += call.num_bytes
     rows = [
-        Row(
+        CollectiveTotal(
             kind,
             group,
             len(members),
@@ -137,7 +138,7 @@ def table(calls: Sequence[Call], ranks_per_node: int) -> list[Row]:
 
 
 def _name(group: Any, members: tuple[int, ...]) -> str:
-    """Return our name of a group: of Megatron's that it is, or else of one with its members."""
+    """Return our name of a group: that of the same Megatron group, or of one with its members."""
     if group is dist.group.WORLD:
         return "world"
     known = {name: get() for name, get in MEGATRON_GROUPS.items()}

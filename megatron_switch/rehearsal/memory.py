@@ -1,13 +1,13 @@
-"""Memory of a rank: the sum of the storages that are alive, by what they are for.
+"""Memory of a rank: the sum of the live tensor storages, by kind.
 
 A storage is counted from the operator that first returns a tensor on it until it is freed, whatever
-views of it exist. That is what a GPU's allocator hands out, without its rounding, its fragments,
-the CUDA context, libraries' work spaces and communicators; nor is it the resident memory of a
+views of it exist. That is what a GPU's allocator allocates, without its rounding and fragmentation,
+the CUDA context, work spaces of libraries and communicators; it is not the resident memory of a
 process. It is counted in the same way on real tensors and on fake ones.
 
-Storages that outlive a step are told apart by who holds them: weights, gradients and optimizer
-state, of dense layers and of experts. The others by when they were made: in a forward pass
-(recomputed ones too), in a backward pass, or around both.
+Storages that outlive a step are classified by their owner: weights, gradients and optimizer state,
+of dense layers and of experts. The others by when they were made: in a forward pass (recomputed
+ones too), in a backward pass, or around both.
 
 What Megatron moves to the host does not count as memory of the rank's device; it is counted apart.
 What is computed from it stays there, until it is copied into a tensor of the device.
@@ -37,7 +37,7 @@ KINDS = (
     "other",
 )
 """Kinds of memory. *activations* were made in a forward pass, *backward* in a backward pass.
-*gathered* are whole weights and gradients of layers at work, where ranks hold parts of them.
+*gathered* are whole weights and gradients of the current layers, where ranks hold parts of them.
 *other* was made before the step or around the two passes (batches, random states, the optimizer's
 work space)."""
 
@@ -49,7 +49,7 @@ _HOST = len(KINDS)
 
 @dataclass(frozen=True)
 class Peak:
-    """Memory at the moment at which most is alive.
+    """Memory at the peak of a step.
 
     Attributes:
         by_kind: Bytes by the names of :data:`KINDS`, on the device.
@@ -69,7 +69,7 @@ class LiveMemory:
     """Counts storages as they come and go."""
 
     def __init__(self) -> None:
-        # By the address of a storage: its weak reference, its bytes, its kind.
+        # By the address of a storage: a weak reference, which reports its end; bytes; kind.
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._now = [0] * (len(KINDS) + 1)
         self._peak = list(self._now)
@@ -98,7 +98,7 @@ class LiveMemory:
         self._change(address, storage.nbytes())
 
     def resized(self, tensor: Tensor) -> None:
-        """Count anew the storage of a tensor, whose memory was given back or taken again."""
+        """Count again the storage of a tensor that was freed or allocated in place."""
         storage = local_storage(tensor)
         address = storage_address(storage)
         if address in self._live:
@@ -125,10 +125,10 @@ class LiveMemory:
             self._made_as = before
 
     def classify(self, held: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
-        """Tell apart what lives now, and count the peak from here.
+        """Classify what lives now, and restart the peak.
 
         Args:
-            held: Tensors by kind; where several kinds hold one storage, the first wins.
+            held: Tensors by kind; a storage held by several kinds is of the first.
 
         Returns:
             Bytes by kind on the device, of the kinds in ``held``.
@@ -165,7 +165,7 @@ class LiveMemory:
         return _BACKWARD
 
     def _change(self, address: int, num_bytes: int) -> None:
-        """Let the storage at an address have so many bytes."""
+        """Set the bytes of the storage at an address."""
         reference, before, kind = self._live[address]
         self._live[address] = (reference, num_bytes, kind)
         self._now[kind] += num_bytes - before
@@ -199,7 +199,7 @@ def held_by(model: Iterable[torch.nn.Module], optimizer: Any) -> dict[str, list[
 
 
 def _part(parameter: Tensor) -> str:
-    """Return whether a parameter is of an expert; Megatron-FSDP's copies know their original."""
+    """Return whether a parameter is dense or an expert's; copies of Megatron-FSDP name theirs."""
     original = getattr(parameter, "orig_param", parameter)
     return "dense" if getattr(original, "allreduce", True) else "expert"
 

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from megatron_switch.rehearsal.collective_trace import COLLECTIVES, Call, CollectiveLog
+from megatron_switch.rehearsal.collective_trace import COLLECTIVES, CollectiveCall, CollectiveTrace
 from megatron_switch.rehearsal.memory import LiveMemory, Peak, held_by
 from megatron_switch.upstream.private import TorchDispatchMode, in_autograd_node, operator_packet
 
@@ -48,7 +48,7 @@ class Observation:
     state: Mapping[str, int]
     parameters: Mapping[str, int]
     peak: Peak
-    calls: list[Call] = field(repr=False)
+    calls: list[CollectiveCall] = field(repr=False)
     forward_flops: int
     backward_flops: int
 
@@ -70,7 +70,7 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._replaced = replaced or {}
         self._run = _run if run is None else run
         self.memory = LiveMemory()
-        self._log: CollectiveLog | None = None
+        self._log: CollectiveTrace | None = None
         self._flops = [0, 0]  # in forward, in backward passes
 
     def __torch_dispatch__(
@@ -98,7 +98,7 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def begin(self, model: list[torch.nn.Module], optimizer: Any) -> dict[str, int]:
         """Start observing; return the bytes that outlive a step, by kind."""
-        self._log = CollectiveLog()
+        self._log = CollectiveTrace()
         self._flops = [0, 0]
         gc.collect()  # garbage in cycles is not memory of a step
         return self.memory.classify(held_by(model, optimizer))

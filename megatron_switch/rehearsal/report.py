@@ -1,4 +1,4 @@
-"""What is known of a rank after its rehearsal, as plain values that go from process to process."""
+"""The report of a rehearsed rank, as plain values that are passed between processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_switch import parallel_state
 from megatron_switch.layout.grid import GROUP_NAMES
-from megatron_switch.rehearsal.collective_trace import Call, Row, table
+from megatron_switch.rehearsal.collective_trace import CollectiveCall, CollectiveTotal, totals
 from megatron_switch.rehearsal.observer import Observation
 
 SCHEMA = "megatron-switch/rehearsal/1"
@@ -20,18 +20,18 @@ class RankReport:
 
     Attributes:
         rank: Its number.
-        coordinates: Where it stands on the dense and the expert grid.
+        coordinates: Its coordinates on the dense and the expert grid.
         groups: Members of each of its groups, by our name, this rank among them.
         experts: First and last of the experts that it holds in a sparse layer; None without any.
         parameters: Number of parameters, by kind.
         state_bytes: Bytes that outlive a step, by kind.
-        peak_bytes: Bytes at the moment at which most is alive, by kind.
+        peak_bytes: Bytes at the peak of a step, by kind.
         host_bytes: Most bytes of what was moved to the host.
         forward_flops: Operations of matrix products in forward passes of a step.
         backward_flops: The same in backward passes.
         collectives: Calls of a step, by kind and group.
         calls: The same one by one, in order.
-        notes: What the session said of the flags.
+        notes: What the session printed about the flags.
     """
 
     rank: int
@@ -44,8 +44,8 @@ class RankReport:
     host_bytes: int
     forward_flops: int
     backward_flops: int
-    collectives: Sequence[Row]
-    calls: Sequence[Call]
+    collectives: Sequence[CollectiveTotal]
+    calls: Sequence[CollectiveCall]
     notes: Sequence[str]
 
     @property
@@ -61,13 +61,13 @@ def rank_report(
     num_experts: int | None,
     notes: Sequence[str] = (),
 ) -> RankReport:
-    """Return the report of this rank, whose groups exist.
+    """Return the report of this rank; its groups exist.
 
     Args:
-        observation: What was seen of its step.
+        observation: Of its step.
         ranks_per_node: Ranks on each node.
         num_experts: Experts of a sparse layer; None for a dense model.
-        notes: What the session said of the flags.
+        notes: What the session printed about the flags.
     """
     layout, rank = parallel_state.get_layout(), dist.get_rank()
     members = {name: layout.group(name, rank) for name in GROUP_NAMES}
@@ -83,7 +83,7 @@ def rank_report(
         host_bytes=observation.peak.host,
         forward_flops=observation.forward_flops,
         backward_flops=observation.backward_flops,
-        collectives=table(observation.calls, ranks_per_node),
+        collectives=totals(observation.calls, ranks_per_node),
         calls=observation.calls,
         notes=tuple(notes),
     )
@@ -103,7 +103,7 @@ def as_json(
     ranks = []
     for report in reports:
         values = asdict(report)
-        del values["calls"]  # one by one they are for comparisons, not for reading
+        del values["calls"]  # only for comparisons
         ranks.append(values | {"total_peak_bytes": report.peak})
     return {
         "schema": SCHEMA,

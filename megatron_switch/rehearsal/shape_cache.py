@@ -1,9 +1,9 @@
-"""Fake tensors in a third of the time: shapes of results are worked out once for each kind of call.
+"""Fake tensors in a third of the time: result shapes are computed once for each kind of call.
 
-torch's fake tensors remember results too, but look at so much of each argument that remembering
-costs as much as working out. Here a call is known by operator, shapes, strides and types, which
-suffices for what a training step does; whatever else occurs is left to torch: tensors with known
-values, results that alias arguments in other ways, operators outside ``aten``.
+torch's fake tensors cache results too, but the key covers so much of each argument that a hit costs
+as much as a miss. Here the key is operator, shapes, strides and types, which suffices for a
+training step; everything else is left to torch: tensors with known values, results that alias
+arguments in other ways, operators outside ``aten``.
 
 The first call of a kind always goes through torch, with all its checks.
 """
@@ -36,8 +36,8 @@ class _Effect(Enum):
     OTHER = auto()
 
 
-class _UnknownError(Exception):
-    """An argument by which a call cannot be known."""
+class _NoKeyError(Exception):
+    """An argument that cannot be part of a key."""
 
 
 class ShapeCache:
@@ -60,40 +60,45 @@ class ShapeCache:
         if effect is _Effect.OTHER:
             return func(*args, **kwargs)
         try:
-            key = (func, tuple(map(_part, args)), tuple((k, _part(v)) for k, v in kwargs.items()))
-        except _UnknownError:
+            key = (
+                func,
+                tuple(map(_key_of, args)),
+                tuple((k, _key_of(v)) for k, v in kwargs.items()),
+            )
+        except _NoKeyError:
             return func(*args, **kwargs)
         make = self._results.get(key)
         if make is None:
             result = func(*args, **kwargs)
-            again = self._maker(effect, result, args)
-            if again is not None:
-                self._results[key] = again
+            factory = self._factory(effect, result, args)
+            if factory is not None:
+                self._results[key] = factory
             return result
         if effect is _Effect.IN_PLACE:
             return args[0]
         if effect is _Effect.VIEW:
+            # The meta tensor inside the fake one makes the view; only the wrapper is ours.
             with in_kernel_invocation_manager(self._mode):
                 view = func(*args, **kwargs)
             return FakeTensor(self._mode, view, args[0].fake_device)
         return make()
 
-    def _maker(
+    def _factory(
         self, effect: _Effect, result: Any, args: tuple[Any, ...]
     ) -> Callable[[], Any] | None:
-        """Return what makes such a result again; None where it is not of the simple kind."""
+        """Return a function that makes such a result again; None where aliasing is not simple."""
         if effect is not _Effect.NEW:
             simple = isinstance(result, FakeTensor) and isinstance(args[0], FakeTensor)
             return (lambda: None) if simple else None
         if isinstance(result, Tensor):
-            return self._maker_of_one(result, args)
-        makers = [self._maker_of_one(each, args) for each in result]
+            return self._factory_of_tensor(result, args)
+        makers = [self._factory_of_tensor(each, args) for each in result]
         if any(make is None for make in makers):
             return None
         kind = type(result)
         return lambda: kind([make() for make in makers if make is not None])
 
-    def _maker_of_one(self, result: Any, args: tuple[Any, ...]) -> Callable[[], Tensor] | None:
+    def _factory_of_tensor(self, result: Any, args: tuple[Any, ...]) -> Callable[[], Tensor] | None:
         if not isinstance(result, FakeTensor) or result.constant is not None:
             return None
         memory = result.untyped_storage()
@@ -114,7 +119,7 @@ class ShapeCache:
 
 
 def _effect(func: Any) -> _Effect:
-    """Return what an operator does with memory, as its schema says."""
+    """Return what an operator does with memory, by its schema."""
     schema = operator_schema(func)
     if func.namespace != "aten" or not schema.returns or torch.Tag.inplace_view in func.tags:
         return _Effect.OTHER
@@ -134,17 +139,17 @@ def _effect(func: Any) -> _Effect:
     return _Effect.IN_PLACE if first.is_write else _Effect.VIEW
 
 
-def _part(value: Any) -> Any:
-    """Return what a call is known by of one argument."""
+def _key_of(value: Any) -> Any:
+    """Return the part of a call's key that one argument contributes."""
     if isinstance(value, FakeTensor):
         if value.constant is not None or value.layout is not torch.strided:
-            raise _UnknownError
+            raise _NoKeyError
         return value.shape, value.stride(), value.dtype, value.fake_device
     if isinstance(value, list | tuple):
-        return tuple(map(_part, value))
+        return tuple(map(_key_of, value))
     if isinstance(value, _PLAIN):
-        return type(value), value  # 1, 1.0 and True are equal, and are not the same
-    raise _UnknownError
+        return type(value), value  # 1, 1.0 and True are equal and hash alike
+    raise _NoKeyError
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

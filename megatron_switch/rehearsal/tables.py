@@ -1,4 +1,4 @@
-"""A rehearsal as text: what a rank holds, needs and says, in plain tables."""
+"""A rehearsal as text: parameters, memory, groups and collectives of each rank, in tables."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ CAVEAT = (
 
 
 def show(reports: Sequence[RankReport], console: Console) -> None:
-    """Print the reports, memory side by side, and what the numbers mean."""
+    """Print the reports, memory side by side, and how the numbers are counted."""
     for note in dict.fromkeys(note for report in reports for note in report.notes):
         console.print(note, highlight=False)
     console.print(_memory(reports))

@@ -1,1 +1,1 @@
-"""The border to Megatron-Core: supported version, patches, process groups under our names."""
+"""Megatron-Core and torch as installed: supported version, patches, private names, groups."""

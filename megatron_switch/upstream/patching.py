@@ -3,14 +3,14 @@
 A :class:`Patch` says what it replaces, why, and against which source it was checked.
 :func:`applied` verifies *every* patch of a list before it applies the first one, and
 restores every name when the block is left, also by an exception. A patch that does
-not fit what is installed stops the program with :class:`UpstreamError`; there is no
-warning-and-go-on.
+not fit what is installed stops the program with :class:`UpstreamError`; it is never
+only a warning.
 
-What "fits" means depends on whose code is replaced:
+What "fits" means depends on what is replaced:
 
 * Megatron's functions are replaced because of what their body does, so the body is
   checked: ``sha256`` lists the hash of the source in every supported release.
-* torch's functions are answered entirely by us, and some have no source, so only the
+* torch's functions are replaced entirely, and some have no source, so only the
   name and the signature are checked: the replacement must accept every argument that
   the original declares.
 * A name that another module bound at import (``from torch.cuda import _lazy_call``)
@@ -40,7 +40,7 @@ class Patch:
 
     Attributes:
         target: ``"package.module:attribute"`` or ``"package.module:Class.attribute"``.
-        reason: Why the original does not do, as the end of a sentence; shown to users.
+        reason: Why the original does not work here, as the end of a sentence; shown to users.
         replacement: The object put in place of the original, unless ``wrapper`` is given.
         wrapper: Called with the original as it is stored (a ``staticmethod`` object stays
             one); returns the object put in its place.
@@ -57,14 +57,14 @@ class Patch:
     alias_of: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check what only the author of a patch can get wrong."""
+        """Check what only the author of a patch can cause."""
         package, _, _ = self.target.partition(".")
         assert self.target.count(":") == 1, f"{self.target!r} is not 'module:attribute'"
         assert self.reason, f"{self.target} gives no reason"
         assert package != "megatron" or self.sha256 or self.alias_of, f"{self.target}: no sha256"
 
     def replace(self, original: Any) -> Any:
-        """Return what stands in place of ``original`` while the patch is applied."""
+        """Return what replaces ``original`` while the patch is applied."""
         return self.replacement if self.wrapper is None else self.wrapper(original)
 
 

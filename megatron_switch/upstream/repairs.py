@@ -1,12 +1,12 @@
 """Repairs of Megatron-Core that a run needs on every device.
 
-The wheel trains, but what follows from a save is broken in places: with the distributed
-optimizer and torch's Adam (no Transformer Engine, no Apex) a run cannot resume, or resumes
-with wrong numbers; state that could change its layout is wrong as soon as gradients have
-several buckets; a pipeline stage without experts loses its optimizer's step; a model with
-experts loads only where it was trained, with Transformer Engine or without; the first save
-starts a process per rank that takes seconds; a crash can leave an empty tracker. And its
-log of tokens per expert does not see experts that are not Transformer Engine's.
+The wheel trains, but saving and resuming fail in places: with the distributed optimizer and torch's
+Adam (no Transformer Engine, no Apex) a run cannot resume, or resumes with wrong numbers; optimizer
+state that may change its layout is wrong as soon as gradients have several buckets; a pipeline
+stage without experts loses its optimizer's step; a model with experts loads only where it was
+trained, with Transformer Engine or without; the first save starts a process per rank that takes
+seconds; a crash can leave an empty tracker. And its log of tokens per expert does not count experts
+that are not Transformer Engine's.
 
 :func:`repaired_megatron` enters all repairs for the length of a ``with`` block. Each one
 wraps the original instead of copying it, names its reason, and is checked against the
@@ -92,7 +92,7 @@ def megatron_repairs() -> tuple[Patch, ...]:
         ),
         Patch(
             f"{_CHAIN}.prepare_grads",
-            "only a loss scaler can have a step left out, and fp32 and bf16 have none",
+            "only a loss scaler can skip a step, and fp32 and bf16 have none",
             wrapper=_skip_marked_steps,
             sha256=("423ada69590e3dde0f82d1771a468d4bcbc777c0270c959b6c7c0e8256326391",),
         ),
@@ -196,7 +196,7 @@ def _set_states_except_step(
 
 
 def _cut_state_where_it_lies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the gathered state have the buffers' own layout, padding included, for the cutting."""
+    """Give the gathered state the buffers' own layout, padding included, before it is sliced."""
 
     def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
         gather = self.get_parameter_state_dp_zero
@@ -221,7 +221,7 @@ def _cut_state_where_it_lies(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _with_padding(values: Tensor, buckets: Sequence[Any]) -> Tensor:
-    """Spread one buffer's values, stored bucket after bucket, to where the buckets start."""
+    """Move one buffer's values, stored bucket after bucket, to the offsets of the buckets."""
     ends = [bucket.offset + bucket.numel_unpadded for bucket in buckets]
     if ends[-1] == values.numel():
         return values  # nothing was padded, except behind the last bucket
@@ -256,7 +256,7 @@ def _synchronize_empty_optimizers(original: Callable[[Any], Any]) -> Callable[[A
 
 
 def _skip_marked_steps(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Report what is wrong with a step as an overflow, which the optimizer leaves out."""
+    """Report a step that must be skipped as an overflow, which the optimizer skips."""
 
     def prepare_grads(self: Any) -> bool:
         overflow = original(self)  # in any case: it brings a loss scaler up to date
@@ -317,7 +317,7 @@ class _TrackerRenamed:
 def _save_with_local_queue(
     original: Callable[[Any, Any, Any], None],
 ) -> Callable[[Any, Any, Any], None]:
-    """Give a synchronous save a queue of this process, which writes it, and say why one fails."""
+    """Give a synchronous save a queue within this process, and explain why one fails."""
 
     def save(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -337,7 +337,9 @@ def _save_with_local_queue(
 
 def _first_failure(error: CheckpointException) -> str:
     failures = [failure for failure, _ in error.failures.values()]
-    return str(failures[0]) if failures else "rank 0 knows why"  # Megatron tells it alone
+    return (
+        str(failures[0]) if failures else "see the log of rank 0"
+    )  # Megatron reports it there only
 
 
 def _load_by_either_name(original: Callable[..., Any]) -> Callable[..., Any]:

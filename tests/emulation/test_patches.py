@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_switch.emulation import cuda_on_cpu, patches
-from megatron_switch.emulation.device import Device
+from megatron_switch.emulation.device import EmulatedDevice
 from megatron_switch.emulation.function_mode import CudaOnCpu, RandomStreams
 from megatron_switch.errors import UpstreamError
 from megatron_switch.testing.ranks import run_ranks
@@ -27,7 +27,7 @@ MODULES = ("torch.cuda", "torch.cuda.random", "torch.cuda.nvtx", "torch.random",
 
 def make_patches():
     streams = RandomStreams()
-    return patches.emulation_patches(Device(), streams, CudaOnCpu(streams))
+    return patches.emulation_patches(EmulatedDevice(), streams, CudaOnCpu(streams))
 
 
 def current(target):

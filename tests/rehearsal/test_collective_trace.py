@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_switch import parallel_state
-from megatron_switch.rehearsal.collective_trace import Call, Row, table
+from megatron_switch.rehearsal.collective_trace import CollectiveCall, CollectiveTotal, totals
 from megatron_switch.rehearsal.observer import StepObserver
 from megatron_switch.testing.ranks import run_ranks
 
 
 def call(kind, group, members, num_bytes):
-    return Call(kind, group, tuple(members), num_bytes)
+    return CollectiveCall(kind, group, tuple(members), num_bytes)
 
 
 def test_calls_are_summed_by_kind_and_group_and_lonely_groups_left_out():
@@ -23,10 +23,10 @@ def test_calls_are_summed_by_kind_and_group_and_lonely_groups_left_out():
         call("all-reduce", "ep", range(16), 1),
         call("all-reduce", "cp", [0], 10**6),
     ]
-    assert table(calls, ranks_per_node=8) == [
-        Row("all-reduce", "tp", 4, 1, 1, 300),
-        Row("all-to-all", "ep", 16, 2, 2, 250),
-        Row("all-reduce", "ep", 16, 2, 1, 1),
+    assert totals(calls, ranks_per_node=8) == [
+        CollectiveTotal("all-reduce", "tp", 4, 1, 1, 300),
+        CollectiveTotal("all-to-all", "ep", 16, 2, 2, 250),
+        CollectiveTotal("all-reduce", "ep", 16, 2, 1, 1),
     ]
 
 

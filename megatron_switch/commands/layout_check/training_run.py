@@ -40,7 +40,7 @@ from megatron_switch.moe.routing import RoutedTokens
 from megatron_switch.testing.context_attention import ContextAttention
 from megatron_switch.testing.global_start import NamedTensors, set_weights
 from megatron_switch.training.arguments.parser import CommandLine
-from megatron_switch.training.loop.stepped_run import Hooks, Outcome, SteppedRun, stepped_run
+from megatron_switch.training.loop.stepped_run import Outcome, StepHooks, SteppedRun, stepped_run
 
 _EVALUATION_SEED = 1_000_000
 
@@ -64,7 +64,7 @@ def run_case(
         fault: Called with the model's chunks in every step when all gradients are complete.
     """
     observer = _Observer()
-    hooks = Hooks(
+    hooks = StepHooks(
         arguments=_let_attention_pass,
         layers=_with_context_attention if case.layout.cp > 1 else lambda layers: layers,
         start=observer.start,

@@ -41,8 +41,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
 
     Args:
         num_samples: Least number of samples of each.
-        vp_stage: Number of the model chunk on this pipeline stage that reads them, if there are
-            several.
+        vp_stage: Index of the model chunk on this pipeline stage, if there are several.
 
     Returns:
         The three data sets; one is None where its split is empty.
@@ -57,20 +56,20 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
     return train, validation, test
 
 
-# The builder meets all ranks at a barrier, so Megatron must call it on every rank.
+# The builder has a barrier of all ranks, so Megatron must call it on every rank.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def text_datasets(
     num_samples: list[int], vp_stage: int | None, *, sequence_length: int, extra_token: bool
 ) -> Any:
-    """Build Megatron's data sets of texts, cut to a length.
+    """Build Megatron's data sets of texts of a length.
 
     Args:
         num_samples: Least number of samples of each.
         vp_stage: As for :func:`datasets_provider`.
         sequence_length: Tokens of a sample.
-        extra_token: Whether labels are a sample's tokens one place further on.
+        extra_token: Whether labels are a sample's tokens shifted by one.
 
     Returns:
         The three data sets; one is None where its split is empty.
@@ -94,15 +93,15 @@ def build_datasets(
     sequence_length: int,
     extra_token: bool,
 ) -> Any:
-    """Build the data sets that arguments name, without Megatron's global state.
+    """Build the data sets of the arguments, without Megatron's global state.
 
     Args:
         args: Megatron's arguments.
-        tokenizer: What Megatron makes of them.
+        tokenizer: Megatron's, built from them.
         num_samples: Least number of samples of each; one that gets 0 is not built.
         is_built_here: Whether this rank reads data; all ranks must call.
         sequence_length: Tokens of a sample.
-        extra_token: Whether labels are a sample's tokens one place further on.
+        extra_token: Whether labels are a sample's tokens shifted by one.
 
     Raises:
         DataError: Megatron's index of samples cannot be kept on disk.
@@ -130,7 +129,7 @@ def build_datasets(
     )
     if config.split_matrix is not None:
         for index, number in enumerate(num_samples):
-            if number == 0:  # nothing is read; Megatron would want documents for it all the same
+            if number == 0:  # Megatron would require documents for a split that is not read
                 config.split_matrix[index] = None
     builder = BlendedMegatronDatasetBuilder(
         MaskedMockGPTDataset if args.mock_data else MaskedGPTDataset,
@@ -143,8 +142,8 @@ def build_datasets(
     except Exception as error:  # the class that Megatron raises
         if isinstance(error.__cause__, OSError):
             raise DataError(
-                f"The order of samples cannot be written: {error.__cause__}. Give a folder that "
-                "can be to --data-cache-path; without it the data's own folder is used."
+                f"The order of samples cannot be written: {error.__cause__}. Give a writable "
+                "folder to --data-cache-path; without it the data's own folder is used."
             ) from error
         raise
 
@@ -186,7 +185,7 @@ def t5_datasets_provider(num_samples: list[int], vp_stage: int | None = None) ->
     )
 
 
-# The builder of texts meets all ranks at a barrier, so Megatron must call it on every rank.
+# The builder of texts has a barrier of all ranks, so Megatron must call it on every rank.
 t5_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 

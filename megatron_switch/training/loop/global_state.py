@@ -1,6 +1,6 @@
-"""The calls that set Megatron's global state, in the order in which Megatron makes them itself.
+"""The calls that set Megatron's global state, in Megatron's own order.
 
-Megatron's own entry does all of this in one function, which leaves no room for checks between
+Megatron's entry point makes all of them in one function, without a place for checks between
 parsing, validation and the first process group. Its bare assertions become errors here.
 """
 
@@ -29,7 +29,7 @@ def validate(args: Namespace) -> None:
     """Let Megatron check and complete the arguments, in place.
 
     Raises:
-        ConfigError: Megatron asserts or raises; the message holds its own words.
+        ConfigError: Megatron asserts or raises; the message contains its own.
     """
     several = (
         args.use_megatron_fsdp or args.use_torch_fsdp2 or args.overlap_moe_expert_parallel_comm
@@ -42,7 +42,7 @@ def validate(args: Namespace) -> None:
     try:
         validate_args(args)
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"Megatron refuses these flags: {words_of(error)}") from error
+        raise ConfigError(f"Megatron refuses these flags: {error_text(error)}") from error
     # A missing checkpoint would otherwise start from random weights, with exit code 0 at the end.
     args.exit_on_missing_checkpoint = True
 
@@ -54,8 +54,8 @@ def begin_megatron(args: Namespace) -> None:
         DataError: The tokenizer cannot be built.
         LayoutError: The tensor-parallel size does not divide the padded vocabulary.
     """
-    # While ranks still look for one another there is nothing to save: a signal ends them. And what
-    # is logged to is opened last, by open_log_writers: the run may still be refused.
+    # Until process groups exist there is nothing to save, so a signal ends the process. Log writers
+    # are opened last, by open_log_writers: the run may still be refused.
     later = {
         "exit_signal_handler": False,
         "tensorboard_dir": None,
@@ -82,17 +82,17 @@ def begin_megatron(args: Namespace) -> None:
 
 @contextmanager
 def process_groups(args: Namespace, layout: Layout) -> Iterator[None]:
-    """Have ``torch.distributed`` and all groups of ``layout`` for the length of a block.
+    """Create ``torch.distributed`` and all groups of ``layout`` for the length of a block.
 
-    ``pretrain`` finds them and goes on. They are destroyed when the block ends or exits, but not
-    when it fails: that could wait for ranks which are gone, and the traceback with it.
+    ``pretrain`` finds and uses them. They are destroyed when the block ends or exits, but not
+    when it fails: that could wait for ranks that have ended, and delay the traceback.
     """
     _build_process_groups(args, layout)
     if args.exit_signal_handler:
         install_signal_handler(args.exit_signal)
     try:
         yield
-    except SystemExit:  # Megatron's way out at --exit-interval and on SIGTERM
+    except SystemExit:  # Megatron exits so at --exit-interval and on SIGTERM
         torch.distributed.destroy_process_group()
         raise
     torch.distributed.destroy_process_group()
@@ -113,10 +113,10 @@ def _build_process_groups(args: Namespace, layout: Layout) -> None:
 
 
 def _store(args: Namespace) -> Any:
-    """Return where ranks meet; None is where the launcher says."""
+    """Return the store for the rendezvous; None for the launcher's."""
     if args.fake_process_group:
         return fake_store()
-    # A single rank meets nobody, so that no launcher need say where.
+    # A single rank needs no rendezvous, and hence no launcher.
     return HashStore() if args.world_size == 1 else None
 
 
@@ -128,7 +128,7 @@ def training_seconds() -> float:
     return seconds
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's message; that of an assertion without one is its source line."""
     if str(error):
         return str(error)

@@ -1,8 +1,8 @@
-"""A training run that is taken step by step, by whoever wants to look between the steps.
+"""A training run taken step by step, for callers that inspect it between the steps.
 
-Everything that trains is what ``megatron-switch train`` runs: the same parsing, checks, model,
-groups, data-parallel wrapper, optimizer, schedules and forward step, and Megatron's own
-``train_step``. Left out is what goes on around steps: data sets, checkpoints, logs.
+It trains as ``megatron-switch train`` does: the same parsing, checks, model, groups, data-parallel
+wrapper, optimizer, schedules and forward step, and Megatron's own ``train_step``. Data sets,
+checkpoints and logs are left out.
 
 Guaranteed: after the block, Megatron's global state is gone and its process groups are destroyed,
 so that another run, with other flags and another layout, can begin in the same process.
@@ -53,17 +53,17 @@ Batches = Callable[[int, int], Iterator[Any]]
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """Where an observer takes part in a run; by default it does not."""
+class StepHooks:
+    """Calls of an observer; by default they do nothing."""
 
     arguments: Callable[[Namespace], None] = field(default=lambda args: None)
     """Changes Megatron's arguments once they are validated."""
     layers: Callable[[TransformerBlockSubmodules], TransformerBlockSubmodules] = field(
         default=lambda layers: layers
     )
-    """Exchanges parts of the layers of a stage before they are built."""
+    """Replaces parts of the layers of a stage before they are built."""
     start: Callable[[Sequence[torch.nn.Module]], None] = field(default=lambda chunks: None)
-    """Sees the model's chunks before they are wrapped."""
+    """Receives the model's chunks before they are wrapped."""
     gradients: Callable[[], None] = field(default=lambda: None)
     """Called in every step when all gradients are complete and not yet clipped."""
 
@@ -188,7 +188,7 @@ class SteppedRun:
 
 @contextmanager
 def stepped_run(
-    given: CommandLine, device: Literal["cuda", "cpu"], batches: Batches, hooks: Hooks
+    given: CommandLine, device: Literal["cuda", "cpu"], batches: Batches, hooks: StepHooks
 ) -> Iterator[SteppedRun]:
     """Begin a run for the length of a ``with`` block; every rank must.
 
@@ -196,7 +196,7 @@ def stepped_run(
         given: The parsed flags; they are copied, so that one parse can serve several runs.
         device: Where the run happens; on the CPU, inside the emulation.
         batches: The training data.
-        hooks: What the caller wants to see.
+        hooks: Called during the run.
 
     Yields:
         The run before its first step.
@@ -213,7 +213,7 @@ def stepped_run(
     switch = resolve_dispatch(args, SwitchConfig.from_args(args), device)
     check_before_megatron(line, switch, device)
     layout = check_layout(args, switch)
-    with redirect_stdout(io.StringIO()):  # Megatron tells every step of its start
+    with redirect_stdout(io.StringIO()):  # Megatron prints much at start-up
         validate(args)
         hooks.arguments(args)
         begin_megatron(args)
@@ -228,13 +228,13 @@ def stepped_run(
         run = SteppedRun(args, model, optimizer, scheduler, batches)
         run.prepare(hooks.gradients)
         yield run
-        _forget_everything()
+        _destroy_global_state()
     os.environ.clear()
-    os.environ.update(environment)  # Megatron chooses attention kernels by variables
+    os.environ.update(environment)  # Megatron sets variables that select attention kernels
 
 
-def _observed(config: Any, hooks: Hooks) -> Any:
-    """Let the observer see layers before they are built, and chunks before they are wrapped."""
+def _observed(config: Any, hooks: StepHooks) -> Any:
+    """Call the hooks for layers before they are built, and for chunks before they are wrapped."""
     build = config.transformer_layer_spec
 
     def layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -263,9 +263,9 @@ def _loss(losses: dict[str, Any]) -> float | None:
     return float(losses["lm loss"]) if losses else None
 
 
-def _forget_everything() -> None:
-    """Undo what a run has set in this process; not called on failure, when peers may be gone."""
-    # Before Megatron forgets them: of these groups it destroys only a few itself.
+def _destroy_global_state() -> None:
+    """Undo what a run has set in this process; not called on failure, when peers may have ended."""
+    # First, while Megatron still lists them: it destroys only a few of these groups itself.
     for group in model_parallel_groups():
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -73,4 +73,4 @@ def test_says_nothing_where_a_balanced_router_would_drop_as_much():
 def test_names_the_loss_coefficient_where_no_factor_is_enough():
     (text,) = _said(FACTS, _report([0.4, 0.4], [0.4] * len(CAPACITY_FACTOR_SWEEP)), 100)
     assert "Even --moe-expert-capacity-factor 4.0 would drop 40.0%" in text
-    assert "--moe-aux-loss-coeff" in text
+    assert "Raise --moe-aux-loss-coeff: the load is too uneven for a higher capacity" in text

@@ -13,7 +13,7 @@ from megatron_switch.commands.layout_check.training_run import _micro_batches
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.testing.ranks import run_ranks
 from megatron_switch.training.arguments.parser import parse_command_line
-from megatron_switch.training.loop.stepped_run import Hooks, stepped_run
+from megatron_switch.training.loop.stepped_run import StepHooks, stepped_run
 from megatron_switch.upstream.repairs import repaired_megatron
 
 FLAGS = f"{SPARSE} --mock-data --hidden-dropout 0 --attention-dropout 0 --rerun-mode disabled"
@@ -28,7 +28,7 @@ def losses(flags, *, evaluate_after=None, hooks=None, steps=3):
     """Run steps; return their losses and gradient norms."""
     line = parse_command_line(f"{FLAGS} {flags}".split())
     outcomes = []
-    with stepped_run(line, "cpu", batches(0), hooks or Hooks()) as run:
+    with stepped_run(line, "cpu", batches(0), hooks or StepHooks()) as run:
         for step in range(steps):
             outcomes.append(run.step())
             if step == evaluate_after:
@@ -88,7 +88,7 @@ def _check_hooks():
             for parameter in chunk.parameters():
                 parameter.data.zero_()
 
-    hooks = Hooks(
+    hooks = StepHooks(
         arguments=lambda args: seen.append(("arguments", args.num_experts)),
         layers=layers,
         start=zero,
