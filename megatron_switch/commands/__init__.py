@@ -1,1 +1,1 @@
-"""Commands that work on files: their flags, their output, and nothing of the work itself."""
+"""The commands of ``megatron-switch``: one module each with its flags and its work (``table``)."""

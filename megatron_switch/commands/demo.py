@@ -6,8 +6,8 @@ Python's standard library, so nothing is downloaded. Where no terminal shows a b
 then says how far it is. Training that was stopped before its end is not looked at: what was saved
 can be continued, and the exit code is 1, or 130 after Ctrl-C.
 
-Megatron is imported only to look inside: it sets up logging, which would make the preparation
-talk, and a help text need not wait for it.
+Megatron is imported only to look inside: it sets up logging, which would print messages during the
+preparation, and a help text need not wait for it.
 """
 
 import json
@@ -264,7 +264,7 @@ class _PeakMemory:
         self.peak_bytes = 0
 
     def sample(self) -> None:
-        """Measure now; a process that ends meanwhile counts as gone."""
+        """Measure now; a process that ends during the measurement counts as gone."""
         total = 0
         try:
             root = psutil.Process(self._pid)

@@ -100,7 +100,7 @@ class PlanReport:
         self._say("  " + "   ".join(parts))
 
     def warnings(self, plan: LayoutPlan) -> None:
-        """Show what is likely to hurt."""
+        """Show likely problems."""
         for warning in plan_warnings(plan, self._request):
             self._say(f"warning: {warning}")
 

@@ -75,7 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--generation",
         choices=("ampere", "hopper", "blackwell"),
-        help="of the GPUs, where the hardware's description does not tell",
+        help="of the GPUs, where the hardware's description does not name it",
     )
     parser.add_argument(
         "--run-dir", required=True, metavar="DIR", help="the run's folder, shared by all nodes"

@@ -1,1 +1,1 @@
-"""Flags as plain values: which exist, what becomes of Megatron's, defaults by recipe. No torch."""
+"""Flags as plain values: which exist, how Megatron's are handled, defaults by recipe. No torch."""

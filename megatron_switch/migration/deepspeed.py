@@ -150,7 +150,7 @@ def _read_batch(file: Fields, found: Translation, job: Job) -> None:
 
 
 def _say_how_long(found: Translation) -> None:
-    """Train for the steps of the scheduler; without one, say that nothing tells how many."""
+    """Train for the steps of the scheduler; without one, note that the number is missing."""
     steps = found.flags.get("--lr-decay-iters")
     if steps is not None:
         found.set("--train-iters", steps)

@@ -1,1 +1,1 @@
-"""Commands on checkpoints: convert, reshard, upcycle."""
+"""The work of commands on checkpoints: convert, reshard, upcycle."""

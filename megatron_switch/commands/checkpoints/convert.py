@@ -241,7 +241,7 @@ def _token_ids(tokenizer: Tokenizer, *, is_t5: bool) -> dict[str, int | None]:
             "eos_token_id": special.end,
             "decoder_start_token_id": special.padding,
         }
-    # Documents are told apart by their end alone.
+    # Documents are separated by their end token alone.
     has_padding = special.padding != special.end
     return {
         "bos_token_id": None,

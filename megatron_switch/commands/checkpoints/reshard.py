@@ -73,7 +73,7 @@ def _layout(
     if getattr(args, "switch_arch", "gpt") == "t5" and layout.pp > 1:
         raise LayoutError(PIPELINE_REFUSAL.format(layout.pp))
     new, _ = args_for(args, layout, placement)
-    new.global_batch_size = None  # how much a step reads is the next run's affair
+    new.global_batch_size = None  # the next run decides how much a step reads
     new.context_parallel_size = 1
     with redirect_stdout(sys.stderr):
         return check_layout(new, _settings(args))

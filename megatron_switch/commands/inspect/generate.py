@@ -159,16 +159,16 @@ def text_pieces(
         Pieces; joined, they are the text after the prompt.
     """
     ids = list(prompt_ids)
-    start, told = 0, len(ids)
+    start, emitted = 0, len(ids)
     for token in tokens:
         ids.append(token)
         grown = detokenize(ids[start:])
         if grown.endswith(_INCOMPLETE):
             continue
-        yield grown[len(detokenize(ids[start:told])) :]
-        start, told = told, len(ids)
-    if told < len(ids):  # the model never finished the character
-        yield detokenize(ids[start:])[len(detokenize(ids[start:told])) :]
+        yield grown[len(detokenize(ids[start:emitted])) :]
+        start, emitted = emitted, len(ids)
+    if emitted < len(ids):  # the model never finished the character
+        yield detokenize(ids[start:])[len(detokenize(ids[start:emitted])) :]
 
 
 def _sampling(own: Namespace) -> tuple[Sampling, tuple[str, ...]]:

@@ -43,7 +43,7 @@ def conditioned_on(
 
     Args:
         model: A t5.
-        prompt_ids: Tokens of the prompt; those behind the length of training are left out.
+        prompt_ids: Tokens of the prompt; those beyond the sequence length of training are left out.
         num_tokens: Tokens of the answer at most.
         full_window: Whether both sides are as long as in training, or the answer longer.
     """

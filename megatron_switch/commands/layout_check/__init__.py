@@ -1,1 +1,1 @@
-"""``megatron-switch check-layouts``: train in every legal layout and compare with one rank."""
+"""The work of check-layouts: train in every legal layout and compare with one rank."""

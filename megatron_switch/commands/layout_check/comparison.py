@@ -1,7 +1,7 @@
 """Training in every legal layout, compared with training on one rank.
 
 On the CPU every case has fresh ranks, forked from one process, so that a case that fails takes
-nothing with it. Ranks wait for each other, so several *benches*, forked processes too, each train
+nothing with it. Ranks wait for each other, so several *workers*, forked processes too, each train
 one case after the other, which keeps every core busy. On GPUs the number of ranks is the launcher's
 (``torchrun``), the layouts are those of that number, and the ranks take one case after the other.
 
@@ -50,23 +50,24 @@ _TIMEOUT = timedelta(minutes=3)
 _PATIENCE = timedelta(minutes=30)
 """The same on GPUs, where all but one wait for the references first."""
 
-_LEAST_BENCHES = 2
+_LEAST_WORKERS = 2
 """Cases that train at a time, at least."""
-_CORES_A_BENCH = 4
+_CORES_A_WORKER = 4
 """Cores that the ranks of one case keep busy, at most."""
 
 Device = Literal["cuda", "cpu"]
+OnResult = Callable[[Result], None]
 _SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 References = Mapping[str, WholeValues]
 """By the meaning of a case."""
 
 
 def check_layouts(args: Namespace) -> int:
-    """Check layouts, tell what came of each, and return 0 if all are equal, else 1."""
+    """Check layouts, print each result, and return 0 if all are equal, else 1."""
     if args.max_ranks < 1:
         raise ConfigError(f"--max-ranks is at least 1, got {args.max_ranks}.")
 
-    def tell(result: Result) -> None:
+    def show(result: Result) -> None:
         lines = [result.as_json()] if args.json else lines_of(result)
         print(*lines, sep="\n", flush=True)
 
@@ -87,20 +88,23 @@ def check_layouts(args: Namespace) -> int:
     if not (args.json or (on_gpus and os.environ["RANK"] != "0")):
         print(heading(), flush=True)
     check = _check_on_gpus if on_gpus else check_on_cpu
-    results = check(cases, tell)
+    results = check(cases, show)
     if results and not args.json:
         print(summary(results), flush=True)
     return 0 if all(result.equal for result in results) else 1
 
 
 def check_on_cpu(
-    cases: Sequence[Case], tell: Callable[[Result], None], *, fault: Fault = lambda chunks: None
+    cases: Sequence[Case],
+    on_result: OnResult,
+    *,
+    fault: Fault = lambda chunks: None,
 ) -> list[Result]:
     """Run cases on forked ranks.
 
     Args:
         cases: What to run.
-        tell: Called with each result as soon as it is known, on the bench that has it.
+        on_result: Called with each result as soon as it is known, in the worker that has it.
         fault: As in :func:`~megatron_switch.commands.layout_check.training_run.run_case`;
             references have none.
 
@@ -111,27 +115,27 @@ def check_on_cpu(
         SystemExit: A signal ended the check, or a reference failed.
     """
     import_megatron()
-    num_benches = min(
-        len(cases), max(_LEAST_BENCHES, len(os.sched_getaffinity(0)) // _CORES_A_BENCH)
+    num_workers = min(
+        len(cases), max(_LEAST_WORKERS, len(os.sched_getaffinity(0)) // _CORES_A_WORKER)
     )
     folders = tempfile.TemporaryDirectory(prefix="switch-layouts-")
     with repaired_megatron(), folders as folder:
-        bench = partial(_work, _Pile(cases), tell, fault, Path(folder))
-        code = launch(num_benches, bench)
+        work = partial(_work, _CaseQueue(cases), on_result, fault, Path(folder))
+        code = launch(num_workers, work)
         if code != 0:
             raise SystemExit(code)
         return [_loaded(path) for path in sorted(Path(folder).glob("result-*"))]
 
 
-class _Pile:
+class _CaseQueue:
     """Cases of which forked processes take the next one each."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         forking = multiprocessing.get_context("fork")
         self._cases = cases
         self._taken = forking.Value("i", 0)
-        self.telling = forking.Lock()
-        """Held by who prints, so that lines do not mix."""
+        self.printing = forking.Lock()
+        """Held by the process that prints, so that lines do not mix."""
 
     def __iter__(self) -> Iterator[tuple[int, Case]]:
         """Yield cases that no other process has, with their place among all."""
@@ -144,10 +148,10 @@ class _Pile:
             yield index, self._cases[index]
 
 
-def _work(pile: _Pile, tell: Callable[[Result], None], fault: Fault, folder: Path) -> None:
-    """Run cases of the pile until it is empty."""
+def _work(queue: _CaseQueue, on_result: OnResult, fault: Fault, folder: Path) -> None:
+    """Run cases of the queue until it is empty."""
     references: dict[str, WholeValues] = {}
-    for index, case in pile:
+    for index, case in queue:
         if case.meaning not in references:
             references[case.meaning] = _shared_reference(case.reference(), folder)
         compared = partial(
@@ -163,12 +167,12 @@ def _work(pile: _Pile, tell: Callable[[Result], None], fault: Fault, folder: Pat
         error = "" if verdict else "a rank failed; its traceback is on the error output"
         result = Result(case, verdict, error)
         (folder / f"result-{index:06d}").write_bytes(pickle.dumps(result))
-        with pile.telling:
-            tell(result)
+        with queue.printing:
+            on_result(result)
 
 
 def _shared_reference(plain: Case, folder: Path) -> WholeValues:
-    """Return what a reference computed; it trains unless a bench has trained it already."""
+    """Return what a reference computed; it trains unless a worker has trained it already."""
     path = folder / f"reference of {plain.meaning}"
     if not path.exists():
         reference = partial(_reference, plain, _parsed(plain, "cpu"), "cpu")
@@ -184,7 +188,7 @@ def _on_ranks(target: Callable[[], Any], num_ranks: int, answer: Path) -> Any:
     """Call ``target`` on fresh ranks and return what rank 0 returns; None if a rank fails.
 
     Ranks are new for every case because gloo's threads outlive groups that are destroyed. A signal
-    that ends them ends the bench.
+    that ends them ends the worker.
     """
 
     def on_rank() -> None:
@@ -206,7 +210,7 @@ def _loaded(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-def _check_on_gpus(cases: Sequence[Case], tell: Callable[[Result], None]) -> list[Result]:
+def _check_on_gpus(cases: Sequence[Case], on_result: OnResult) -> list[Result]:
     """Run cases on the ranks of a launcher; only rank 0 has results."""
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # which has ten bits of mantissa
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -223,7 +227,7 @@ def _check_on_gpus(cases: Sequence[Case], tell: Callable[[Result], None]) -> lis
             verdict = _compared(case, flags, "cuda", box[0][case.meaning])
             if verdict is not None:
                 results.append(Result(case, verdict))
-                tell(results[-1])
+                on_result(results[-1])
         dist.destroy_process_group()
     return results
 
@@ -281,7 +285,7 @@ def _launched_ranks() -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what Megatron tells and warns about for every model that it builds."""
+    """Leave out what Megatron prints and warns about for every model that it builds."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The check finds layouts equal that are, and tells what a wrong one has wrong.
+"""The check finds equal layouts equal, and names what differs in a wrong one.
 
 Cases train in forked ranks. Tests that do are few and small; the quick check is one of them.
 """
