@@ -326,7 +326,7 @@ def test_a_checkpoint_that_does_not_fit_is_explained_and_the_one_before_loads(
     assert re.search(
         rf"The checkpoint {tmp_path}/run/iter_0000002 could not be written: it needs over "
         r"[\d.]+ [KM]iB, and the disk had room for .* limit on the size of files .*--save.* "
-        r"iter_0000001 is whole: the run goes on from it\.",
+        r"iter_0000001 is complete: the run continues from it\.",
         failed.errors,
         flags=re.DOTALL,
     )

@@ -27,7 +27,11 @@ from megatron_switch.checkpoint.convert.name_map import MapEntry, NameMap
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_metadata import NOT_WEIGHTS, read_common_state
 from megatron_switch.checkpoint.formats.dist_reader import DistSource, LayeredSource
-from megatron_switch.checkpoint.formats.dist_writer import NOTHING, Chunk, write_dist_checkpoint
+from megatron_switch.checkpoint.formats.dist_writer import (
+    EMPTY_EXTRA_STATE,
+    TensorChunk,
+    write_dist_checkpoint,
+)
 from megatron_switch.checkpoint.formats.hf_folder import (
     CONFIG,
     HuggingFaceSource,
@@ -36,7 +40,7 @@ from megatron_switch.checkpoint.formats.hf_folder import (
     write_json,
     write_weights,
 )
-from megatron_switch.checkpoint.formats.safetensors_file import Group
+from megatron_switch.checkpoint.formats.safetensors_file import TensorGroup
 from megatron_switch.checkpoint.formats.source_settings import (
     GENERATION,
     NO_SETTINGS,
@@ -63,7 +67,7 @@ class Import:
     folder: Path
     source: HuggingFaceSource
     model: ImportedModel
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +87,7 @@ class Export:
     found: FoundCheckpoint
     args: Namespace
     model: ExportedModel
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +117,7 @@ def plan_import(hf: Path, *, dtype: str = "keep", multiple: int = 8) -> Import:
     model = describe_import(config, str(hf / CONFIG), source.tensors, multiple=multiple)
     model.name_map.check_other_side(source)
     chunks = tuple(
-        Chunk(
+        TensorChunk(
             key,
             entry.shape,
             DTYPES[dtype] or entry.packed_dtype(source),
@@ -161,7 +165,7 @@ def write_import(
 
 def write_release(
     folder: Path,
-    chunks: Iterable[Chunk],
+    chunks: Iterable[TensorChunk],
     name_map: NameMap,
     args: Namespace,
     *,
@@ -183,7 +187,7 @@ def write_release(
     write_dist_checkpoint(
         release,
         tuple(chunks),
-        dict.fromkeys(name_map.extra_states(), NOTHING),
+        dict.fromkeys(name_map.extra_states(), EMPTY_EXTRA_STATE),
         release_state(args),
         workers=workers,
         on_bytes=on_bytes,
@@ -274,7 +278,7 @@ def plan_export(
     model.name_map.check_megatron(source, others)
     chosen = DTYPES[dtype]
     groups = [
-        Group(
+        TensorGroup(
             entry.names(),
             entry.shapes(),
             chosen or source.tensors[entry.key].dtype,
@@ -283,7 +287,7 @@ def plan_export(
         for entry in model.name_map.entries
     ]
     groups += [
-        Group((part.name,), (part.shape,), groups[0].dtype, partial(_zeros, part.shape))
+        TensorGroup((part.name,), (part.shape,), groups[0].dtype, partial(_zeros, part.shape))
         for part in model.name_map.inert
     ]
     return Export(found, args, model, tuple(groups))

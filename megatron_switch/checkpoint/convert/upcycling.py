@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_switch.architecture.model import Architecture
-from megatron_switch.checkpoint.formats.dist_writer import Chunk
+from megatron_switch.checkpoint.formats.dist_writer import TensorChunk
 from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.errors import CheckpointError
 from megatron_switch.moe.initialization import init_router_weight_
@@ -71,7 +71,7 @@ class Upcycling:
         return (root, root) if linear else (1.0, root * root)
 
 
-def upcycle(chunks: Iterable[Chunk], how: Upcycling) -> tuple[Chunk, ...]:
+def upcycle(chunks: Iterable[TensorChunk], how: Upcycling) -> tuple[TensorChunk, ...]:
     """Return the chunks of the sparse model.
 
     Args:
@@ -83,7 +83,7 @@ def upcycle(chunks: Iterable[Chunk], how: Upcycling) -> tuple[Chunk, ...]:
             layer that shall be sparse is not in the model.
     """
     sparse = how.sparse
-    result: list[Chunk] = []
+    result: list[TensorChunk] = []
     done: set[tuple[str, int]] = set()
     for chunk in chunks:
         match = _LAYER.fullmatch(chunk.key)
@@ -109,7 +109,9 @@ def upcycle(chunks: Iterable[Chunk], how: Upcycling) -> tuple[Chunk, ...]:
     return tuple(result)
 
 
-def _upcycled(chunk: Chunk, layer: tuple[str, int], name: str, how: Upcycling) -> Iterator[Chunk]:
+def _upcycled(
+    chunk: TensorChunk, layer: tuple[str, int], name: str, how: Upcycling
+) -> Iterator[TensorChunk]:
     prefix = f"{layer[0]}.layers.{layer[1]}."
     if name.startswith(_NORM):
         yield replace(chunk, key=f"{prefix}pre_mlp_layernorm.{name.removeprefix(_NORM)}")
@@ -120,7 +122,7 @@ def _upcycled(chunk: Chunk, layer: tuple[str, int], name: str, how: Upcycling) -
         half = how.model.gated_linear_unit and linear == "linear_fc1"
         stack = (how.model.num_experts, *chunk.shape)
         for expert in range(how.model.num_experts):
-            yield Chunk(
+            yield TensorChunk(
                 f"{prefix}mlp.experts.experts.{linear}.weight",
                 stack,
                 chunk.dtype,
@@ -136,7 +138,7 @@ def _upcycled(chunk: Chunk, layer: tuple[str, int], name: str, how: Upcycling) -
         yield chunk
 
 
-def _expert(chunk: Chunk, factor: float, *, second_half: bool) -> Tensor:
+def _expert(chunk: TensorChunk, factor: float, *, second_half: bool) -> Tensor:
     assert chunk.region == Region.whole(chunk.shape), "matrices of a dense MLP are read whole"
     weight = chunk.make()
     if factor != 1.0:
@@ -151,11 +153,11 @@ def _expert(chunk: Chunk, factor: float, *, second_half: bool) -> Tensor:
     return weight.unsqueeze(0)
 
 
-def _router(chunk: Chunk, layer: tuple[str, int], how: Upcycling) -> Chunk:
+def _router(chunk: TensorChunk, layer: tuple[str, int], how: Upcycling) -> TensorChunk:
     shape = (how.model.num_experts, chunk.shape[1])
     # Megatron's number of the layer: a decoder's follow those of the encoder.
     before = how.model.encoder.num_layers if how.model.encoder and layer[0] == "decoder" else 0
-    return Chunk(
+    return TensorChunk(
         f"{layer[0]}.layers.{layer[1]}.mlp.router.weight",
         shape,
         chunk.dtype,

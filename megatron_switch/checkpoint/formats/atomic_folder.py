@@ -1,10 +1,10 @@
-"""Write a folder so that nobody ever sees half of it.
+"""Write a folder atomically: the target is complete or absent.
 
-Everything goes to a hidden sibling of the target, which takes the target's name when all of it is
+Everything goes to a hidden sibling of the target, which is renamed to the target when all of it is
 on disk. A conversion that fails removes it; one that was killed leaves it behind under a name that
-nothing loads, and the next conversion to the same target starts over in it. Two conversions to one
-target at the same time are refused. An existing target is refused, and so is a full disk, before
-the first byte; one that fills up meanwhile, or fails, ends the conversion with a message.
+nothing loads, and the next conversion to the same target empties it. Two conversions to one target
+at the same time are refused. An existing target and a full disk are refused before the first byte;
+a disk that fills up or fails meanwhile ends the conversion with a message.
 """
 
 import errno
@@ -40,7 +40,7 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
     partial = target.parent / f".{target.name}.partial"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if partial.is_symlink():  # what it points to belongs to somebody else
+        if partial.is_symlink():  # its target may belong to another user
             raise FileExistsError(errno.EEXIST, "A symbolic link is in the way", str(partial))
         partial.mkdir(exist_ok=True)
         held = FileLock(partial / _LOCK, timeout=0).acquire()
@@ -58,7 +58,7 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
         try:
             yield partial
             _flush(partial)
-            _refuse_existing(target, flag)  # one that came meanwhile
+            _refuse_existing(target, flag)  # made by another program meanwhile
             (partial / _LOCK).unlink()
             partial.rename(target)
         except BaseException as error:
@@ -73,12 +73,12 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
 
 
 def _failure_of_a_file(error: BaseException) -> OSError | None:
-    """Return the failure of a disk that an exception is, or was raised for.
+    """Return the disk's failure behind an exception.
 
-    torch writes tensors through a stream; where that fails, it reports a position that it did not
-    expect, and the failure itself is what happened before.
+    torch writes tensors through a stream; where that fails, torch reports an unexpected position,
+    and the failure itself is the exception's cause or context.
     """
-    if isinstance(error, CheckpointError):  # says it all
+    if isinstance(error, CheckpointError):  # has its message already
         return None
     each: BaseException | None = error
     while each is not None:
@@ -91,7 +91,7 @@ def _failure_of_a_file(error: BaseException) -> OSError | None:
 def _way_out(failure: OSError) -> str:
     if failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "Free some space or raise the limit, or name a folder on another disk."
-    return "Look after that file or its disk, or name a folder on another one."
+    return "Check that file and its disk, or name a folder on another one."
 
 
 def _refuse_existing(target: Path, flag: str) -> None:

@@ -1,12 +1,11 @@
-"""Read what a ``torch_dist`` checkpoint says about itself, and execute none of it.
+"""Read the metadata of a ``torch_dist`` checkpoint without executing any of it.
 
-A checkpoint of iteration N is a folder with three kinds of files: data files
-(``*.distcp``), an index ``.metadata`` that says which tensor lies where, and
-``metadata.json``, which Megatron writes last. Index and common state (iteration,
-arguments, schedule, optimizer hyper-parameters) are pickles. torch reads both with an
-unpickler that runs whatever the file says; here the index is read with a closed list of
-classes and the common state with ``weights_only``. A file that names anything else is
-refused, with that name.
+A checkpoint of iteration N is a folder with three kinds of files: data files (``*.distcp``), an
+index ``.metadata`` with the place of each tensor, and ``metadata.json``, which Megatron writes
+last. Index and common state (iteration, arguments, schedule, optimizer hyper-parameters) are
+pickles. torch reads both with an unpickler that executes what the file contains; here the index is
+read with a closed list of classes and the common state with ``weights_only``. A file that names any
+other class is refused, with that name.
 
 No process group, no GPU and no model is needed, so checks run before a job starts.
 """
@@ -29,7 +28,7 @@ from megatron_switch.checkpoint.formats.foreign_formats import (
 from megatron_switch.errors import CheckpointError
 
 COMMON_STATE_KEY = "common_state/shard_0_1"
-"""Index entry of everything that is no tensor and equal on all ranks."""
+"""Index entry of what is no tensor and equal on all ranks."""
 
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "common_state")
 """How the keys of all else in a Megatron checkpoint begin."""
@@ -120,7 +119,7 @@ def data_file_sizes(index: Metadata) -> dict[str, int]:
 
 
 def find_defect(folder: Path) -> str | None:
-    """Say why the checkpoint in ``folder`` cannot be loaded, or return None if it is complete.
+    """Return why the checkpoint in ``folder`` cannot be loaded, or None if it is complete.
 
     Complete means: Megatron's last file is there, the index can be read, and every data
     file that the index refers to is there with all its bytes.

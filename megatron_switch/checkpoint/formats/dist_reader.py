@@ -6,8 +6,8 @@ The index is read with a closed list of classes
 stack costs the memory of one expert.
 
 Layers that are all alike may be stacked on disk (``decoder.layers.mlp...`` with a layer dim in
-front). :class:`LayeredSource` shows them under one key for each layer, as layers of different kinds
-are stored, so that nobody else needs to know.
+front). :class:`LayeredSource` presents them under one key for each layer, as layers of different
+kinds are stored.
 """
 
 import io
@@ -63,19 +63,19 @@ class DistSource:
         info = self.tensors[key]
         wanted = region or Region.whole(info.shape)
         result: Tensor | None = None
-        filled = 0
+        filled = 0  # elements
         for chunk in self.chunks(key):
             shared = wanted.intersection(chunk)
             if shared is None:
                 continue
             stored = self._read_chunk(key, chunk)
             if chunk == wanted:
-                return stored
+                return stored  # the usual case, without a second tensor
             if result is None:
                 result = torch.empty(wanted.sizes, dtype=info.dtype)
             result[shared.slices_in(wanted)] = stored[shared.slices_in(chunk)]
             filled += shared.numel
-        if filled != wanted.numel:  # the rest would be whatever memory held
+        if filled != wanted.numel:  # the rest would be uninitialised memory
             raise CheckpointError(
                 f"{self.folder / '.metadata'}: the chunks of {key} hold {filled} elements of "
                 f"{wanted}, which needs {wanted.numel}. Take another iteration."
@@ -88,7 +88,7 @@ class DistSource:
         return tuple(Region(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks)
 
     def read_object(self, key: str) -> bytes:
-        """Return the bytes of an entry that is no tensor, unread, to be copied."""
+        """Return the bytes of an entry that is no tensor, to be copied without unpickling."""
         with self._stream(self._location(MetadataIndex(key), key)) as stream:
             return stream.read()
 
@@ -187,7 +187,7 @@ _STACKED = re.compile(r"(encoder|decoder)\.layers\.(?!\d+\.)(.*)")
 
 
 class _FilePart(io.RawIOBase):
-    """Some bytes of a file as a file of their own, read where they lie."""
+    """A range of bytes of a file, as a file of its own that is not copied into memory."""
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
         self._file = path.open("rb", buffering=0)
@@ -200,6 +200,7 @@ class _FilePart(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        # Ends at the part's end, so that torch cannot read into the next tensor.
         view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
         self._file.seek(self._offset + self._at)
         count = self._file.readinto(view) or 0

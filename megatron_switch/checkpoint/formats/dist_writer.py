@@ -1,12 +1,12 @@
 """Write a ``torch_dist`` checkpoint chunk by chunk, without a model.
 
 torch's own writer keeps every tensor of a file in memory until the file ends; this one keeps none.
-Each chunk is made when its turn comes, saved behind the one before, and forgotten. What is written
-is what Megatron writes: data files, the common state as one object, ``.metadata``, and
+Each chunk is computed, appended to its file, and released before the next one. The files are those
+that Megatron writes: data files, the common state as one object, ``.metadata``, and
 ``metadata.json`` last.
 
-A chunk is made by a function, because a plan of all chunks is checked before any tensor is read:
-together the chunks of a key must tile its shape.
+A chunk holds a function that computes it, because the plan of all chunks is checked before any
+tensor is read: together the chunks of a key must tile its shape.
 """
 
 import json
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
@@ -36,11 +38,11 @@ from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.upstream.private import StorageInfo
 
 _FILE_BYTES = 4 * 2**30
-"""A data file is closed when it has this many; whole chunks only."""
+"""Size at which the next data file is begun; a chunk is never divided."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """A region of a tensor of the new checkpoint, and how to make it."""
 
     key: str
@@ -60,7 +62,7 @@ class Chunk:
 
 def write_dist_checkpoint(
     folder: Path,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[TensorChunk],
     objects: Mapping[str, bytes],
     common_state: Mapping[str, Any],
     *,
@@ -80,7 +82,7 @@ def write_dist_checkpoint(
     _check_tiling(chunks)
     index = Metadata(state_dict_metadata=_tensor_entries(chunks), storage_data={})
     index.storage_meta = StorageMeta()
-    entries = {**objects, COMMON_STATE_KEY: saved([dict(common_state)])}
+    entries = {**objects, COMMON_STATE_KEY: serialized([dict(common_state)])}
     stop = Event()
     with ThreadPoolExecutor(max_workers=workers) as pool:
         parts = [
@@ -91,29 +93,30 @@ def write_dist_checkpoint(
             done, _ = wait(parts, return_when=FIRST_EXCEPTION)
             for part in done:
                 index.storage_data.update(part.result())
-        except BaseException:  # the others end with the chunk at hand, not with their file
+        except BaseException:  # the other threads stop after their chunk, not after their file
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     index.storage_data.update(_write_objects(folder, entries))
     index.state_dict_metadata.update({key: BytesStorageMetadata() for key in entries})
+    # Last the two files without which a checkpoint counts as incomplete.
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     description = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(description), encoding="utf-8")
 
 
-def saved(value: Any) -> bytes:
+def serialized(value: Any) -> bytes:
     """Return a value as ``torch.save`` stores it."""
     stream = BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
-NOTHING = saved([None])
-"""What a layer without extra state has in a checkpoint."""
+EMPTY_EXTRA_STATE = serialized([None])
+"""Entry of a layer that has no extra state."""
 
 
-def _check_tiling(chunks: Iterable[Chunk]) -> None:
+def _check_tiling(chunks: Iterable[TensorChunk]) -> None:
     sizes: dict[str, int] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     shapes = {}
@@ -122,11 +125,12 @@ def _check_tiling(chunks: Iterable[Chunk]) -> None:
         seen.add((chunk.key, chunk.region.offsets))
         sizes[chunk.key] = sizes.get(chunk.key, 0) + chunk.region.numel
         shapes[chunk.key] = chunk.shape
+    # Offsets differ and sizes add up: with regions from one grid, that is a tiling.
     for key, size in sizes.items():
         assert size == Region.whole(shapes[key]).numel, f"{key} is not written whole"
 
 
-def _tensor_entries(chunks: Iterable[Chunk]) -> dict[str, Any]:
+def _tensor_entries(chunks: Iterable[TensorChunk]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for chunk in chunks:
         if chunk.key not in entries:
@@ -142,16 +146,15 @@ def _tensor_entries(chunks: Iterable[Chunk]) -> dict[str, Any]:
     return entries
 
 
-def _files(chunks: Sequence[Chunk], workers: int) -> list[tuple[str, list[Chunk]]]:
-    """Share chunks out to files: by rank, and by size within a rank."""
+def _files(chunks: Sequence[TensorChunk], workers: int) -> list[tuple[str, list[TensorChunk]]]:
+    """Assign chunks to files: by rank, and by size within a rank."""
     per_worker = -(-sum(chunk.nbytes for chunk in chunks) // workers)
     limit = min(_FILE_BYTES, max(per_worker, 1))
-    files: list[tuple[str, list[Chunk]]] = []
-    for rank in sorted({chunk.rank for chunk in chunks}):
+    files: list[tuple[str, list[TensorChunk]]] = []
+    by_rank = attrgetter("rank")
+    for rank, some in groupby(sorted(chunks, key=by_rank), by_rank):
         number, size = 0, limit  # so that the first chunk opens a file
-        for chunk in chunks:
-            if chunk.rank != rank:
-                continue
+        for chunk in some:
             if size >= limit:
                 files.append((f"__{rank}_{number}.distcp", []))
                 number, size = number + 1, 0
@@ -163,7 +166,7 @@ def _files(chunks: Sequence[Chunk], workers: int) -> list[tuple[str, list[Chunk]
 def _write_file(
     folder: Path,
     name: str,
-    chunks: Iterable[Chunk],
+    chunks: Iterable[TensorChunk],
     on_bytes: Callable[[int], None],
     stop: Event,
 ) -> dict[MetadataIndex, StorageInfo]:
@@ -176,7 +179,7 @@ def _write_file(
             assert tuple(tensor.shape) == chunk.region.sizes, f"{chunk.key}: {tuple(tensor.shape)}"
             index = MetadataIndex(chunk.key, torch.Size(chunk.region.offsets))
             places[index] = _append(stream, name, _own_storage(tensor))
-            del tensor
+            del tensor  # before the next one is made: the bound on memory
             on_bytes(chunk.nbytes)
     return places
 
@@ -188,7 +191,7 @@ def _append(stream: BinaryIO, name: str, tensor: Tensor) -> StorageInfo:
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage is its own: ``torch.save`` writes the storage."""
+    """Return a tensor that has its storage alone: ``torch.save`` writes all of the storage."""
     tensor = tensor.detach().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

@@ -1,7 +1,7 @@
 """Folders in Hugging Face's format: configuration, weights in one file or many, tokenizer.
 
 Weights come from safetensors files or, for older models, from ``pytorch_model*.bin``, which torch
-reads with ``weights_only``: no file of others' is ever unpickled. Only safetensors are written.
+reads with ``weights_only``: no foreign file is ever unpickled. Only safetensors are written.
 """
 
 import json
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_switch.checkpoint.formats.safetensors_file import (
-    Group,
     SafetensorsFile,
+    TensorGroup,
     write_safetensors,
 )
 from megatron_switch.checkpoint.formats.tensor_source import Region, TensorInfo, listing
@@ -28,7 +28,7 @@ _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
 _INDEX = ".index.json"
 SHARD_BYTES = 5 * 10**9
-"""Least bytes after which the next file is begun, as Hugging Face has it."""
+"""Size of a weight file, as in Hugging Face's libraries."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -106,7 +106,9 @@ class HuggingFaceSource:
         self._files[path] = file
         for key, info in file.tensors.items():
             if key in self.tensors:
-                raise CheckpointError(f"{key} stands in {self.tensors[key].file} and in {path}.")
+                raise CheckpointError(
+                    f"{key} is both in {self.tensors[key].file} and in {path}. Keep one of them."
+                )
             self.tensors[key] = info
             self._file_of[key] = path
 
@@ -130,7 +132,7 @@ class HuggingFaceSource:
 
 
 class _BinFile:
-    """A file that torch wrote: mapped into memory where its format allows it, never executed."""
+    """A file written by torch: mapped into memory where its format allows it, never executed."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -175,7 +177,7 @@ def _load_old(path: Path) -> Any:
 
 
 def _unsafe(path: Path, error: Exception) -> CheckpointError:
-    # torch advises to let the file execute what it wants; only what it found is told.
+    # torch's message advises to let the file execute its code; only its finding is passed on.
     found = re.search(r"Unsupported [^\n.]+|GLOBAL \S+", str(error))
     reason = found[0] if found else (str(error).splitlines() or [type(error).__name__])[0]
     return CheckpointError(
@@ -226,13 +228,13 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_weights(
     folder: Path,
-    groups: Sequence[Group],
+    groups: Sequence[TensorGroup],
     *,
     on_bytes: Callable[[int], None] = lambda count: None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write weights as one safetensors file or, where they are many, several and an index."""
-    shards: list[list[Group]] = [[]]
+    shards: list[list[TensorGroup]] = [[]]
     size = 0
     for group in groups:
         if size and size + group.nbytes > shard_bytes:

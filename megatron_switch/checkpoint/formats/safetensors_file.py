@@ -85,7 +85,7 @@ class SafetensorsFile:
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors that are made together, such as the three that are one in Megatron."""
 
     names: tuple[str, ...]
@@ -99,7 +99,9 @@ class Group:
         return sum(math.prod(shape) for shape in self.shapes) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, groups: Iterable[Group], on_bytes: Callable[[int], None]) -> None:
+def write_safetensors(
+    path: Path, groups: Iterable[TensorGroup], on_bytes: Callable[[int], None]
+) -> None:
     """Write a file, making one group after another.
 
     Args:

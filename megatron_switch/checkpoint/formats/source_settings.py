@@ -1,9 +1,9 @@
-"""What a configuration of Hugging Face's says and Megatron's arguments do not.
+"""Settings of a Hugging Face configuration that Megatron's arguments have no place for.
 
-Megatron has no place for the rows that an embedding had before it was padded (models have more than
-their tokenizers have tokens), for the tokens that begin, end and fill a text, and for how a model
-wants to generate. An import keeps them in a file beside the tokenizer. What is trained on from it
-names that tokenizer in its arguments, so an export finds them again and writes what was read.
+These are the rows of the embedding before it was padded (models have more than their tokenizers
+have tokens), the tokens that begin, end and pad a text, and the generation settings. An import
+keeps them in a file beside the tokenizer. A run that continues from it names that tokenizer in its
+arguments, so an export finds the file and writes the settings back.
 """
 
 from argparse import Namespace

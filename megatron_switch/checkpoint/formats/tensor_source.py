@@ -1,4 +1,4 @@
-"""Where tensors come from and what they must be, whatever the file format.
+"""Tensors in files of any format: what they are, how they are read, what they must be.
 
 A :class:`TensorSource` lists its tensors without reading them and reads any region of any of them,
 so that a conversion plans with sizes and types alone, refuses what does not fit before it writes a

@@ -1,14 +1,14 @@
 """Find the checkpoint that a run can really continue from.
 
 Megatron writes checkpoints in place and keeps the newest iteration in a tracker file,
-``latest_checkpointed_iteration.txt``. A job killed at the wrong moment leaves an iteration
+``latest_checkpointed_iteration.txt``. A job that is killed while saving leaves an iteration
 without all its files, or an empty tracker; upstream then fails deep inside torch, ends
 with exit code 0, or silently trains from random weights.
 
 :func:`find_checkpoint` decides before anything is built. It returns an iteration whose
 files are all there, with a message whenever that is not the one the tracker names, and
-raises :class:`CheckpointError` when there is none, saying what was found instead. It never
-changes a file; :func:`write_tracker` makes a tracker say what was found, so that all ranks
+raises :class:`CheckpointError` when there is none, with what was found instead. It never
+changes a file; :func:`write_tracker` makes a tracker name what was found, so that all ranks
 and Megatron's own loader agree.
 """
 
@@ -165,7 +165,7 @@ def _read_tracker(path: Path) -> tuple[str | None, str]:
 def _newest_complete(
     folder: Path, trouble: str, *, tried: str | None, context: LoadContext
 ) -> FoundCheckpoint:
-    """Return the newest complete checkpoint, or say what was found instead."""
+    """Return the newest complete checkpoint, or raise with what was found instead."""
     defects = {}
     for name in _iterations(folder):
         defect = find_defect(folder / name)

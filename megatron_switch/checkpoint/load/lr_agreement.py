@@ -1,9 +1,9 @@
-"""Tell a changed learning-rate or weight-decay schedule before Megatron asserts it.
+"""Refuse a changed learning-rate or weight-decay schedule before Megatron's assertion does.
 
 Megatron counts its schedule in samples, keeps it in the checkpoint, and compares the two
 with a bare assertion when a run resumes. A longer ``--train-iters`` therefore ends a job
 with a message that names no flag. :func:`check_schedule` computes the same numbers from
-the arguments and says which flag made them differ, in the flag's own unit.
+the arguments and names the flag that made them differ, in the flag's own unit.
 """
 
 from argparse import Namespace

@@ -3,8 +3,8 @@
 With Transformer Engine, and here, it is ``pre_mlp_layernorm``. Megatron's plain torch layers fuse
 every norm before an MLP into the name of the MLP's first matrix, as dense layers of Transformer
 Engine have it, and forget that experts have no such matrix: ``mlp.linear_fc1.layer_norm_weight``
-beside ``mlp.router.weight``. That pair cannot stand in one layer otherwise, so the second name is
-told apart from the files alone. It is read, never written.
+beside ``mlp.router.weight``. No other layer has that pair, so the second name is recognised from
+the files alone. It is read, never written.
 """
 
 import re
@@ -24,7 +24,7 @@ _ROUTER = re.compile(r"((?:encoder|decoder)\.layers\.\d+\.)mlp\.router\.weight")
 
 
 def name_norms_as_stored(sharded_state: dict[str, Any], stored_keys: Collection[str]) -> None:
-    """Make a model ask for the norms before experts by the name that a checkpoint has for them.
+    """Give the norms before experts the keys that a checkpoint has for them.
 
     Args:
         sharded_state: What is about to be loaded; keys of its tensors are changed in place.

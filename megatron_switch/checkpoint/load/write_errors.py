@@ -1,8 +1,8 @@
-"""What to say when a checkpoint could not be written, most often because the disk is full.
+"""The error of a checkpoint that could not be written, most often because the disk is full.
 
-Megatron writes in worker threads and keeps of their errors only the class, so the reason is found
-by looking: at the bytes that were to be written, and at the room that there was for them. Nothing
-is deleted: other ranks may still be writing, and which checkpoint is whole is said instead.
+Megatron writes in worker threads and keeps only the class of their errors, so the reason is found
+by comparing the bytes that were to be written with the room on the disk. Nothing is deleted, as
+other ranks may still be writing; the message names the last complete checkpoint instead.
 """
 
 import os
@@ -48,7 +48,7 @@ def unwritten(folder: Path, num_bytes: int, reason: object) -> CheckpointError:
     Args:
         folder: Folder of the iteration, as far as it was written.
         num_bytes: Bytes that were to be written into it.
-        reason: What the program that wrote it says.
+        reason: Error of the writer.
     """
     files = [path for path in folder.glob("*") if path.is_file()]
     free = shutil.disk_usage(folder).free
@@ -62,7 +62,7 @@ def unwritten(folder: Path, num_bytes: int, reason: object) -> CheckpointError:
         )
     return CheckpointError(
         f"The checkpoint {folder} could not be written: {why} Delete it and others that are not "
-        f"needed, or save elsewhere with --save, and start again. {_what_is_whole(folder)}"
+        f"needed, or save elsewhere with --save, and start again. {_last_complete(folder)}"
     )
 
 
@@ -70,9 +70,9 @@ def _bytes_on_disk(path: Path) -> int:
     return os.stat(path).st_blocks * 512  # POSIX counts blocks so, whatever their size
 
 
-def _what_is_whole(folder: Path) -> str:
+def _last_complete(folder: Path) -> str:
     try:
         found = find_checkpoint(folder.parent)
     except CheckpointError:
-        return "No earlier checkpoint is there."
-    return f"{found.folder.name} is whole: the run goes on from it."
+        return "There is no earlier checkpoint."
+    return f"{found.folder.name} is complete: the run continues from it."

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_metadata import COMMON_STATE_KEY, read_common_state
 from megatron_switch.checkpoint.formats.dist_reader import DistSource
-from megatron_switch.checkpoint.formats.dist_writer import Chunk, write_dist_checkpoint
+from megatron_switch.checkpoint.formats.dist_writer import TensorChunk, write_dist_checkpoint
 from megatron_switch.checkpoint.formats.tensor_source import differing_bits
 from megatron_switch.checkpoint.load.files import RELEASE, TRACKER, FoundCheckpoint
 from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
@@ -44,7 +44,7 @@ class Resharding:
     source: DistSource
     state: dict[str, Any]
     """Common state of the new checkpoint."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
     objects: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -80,7 +80,7 @@ def plan_resharding(
     gated = gated or getattr(args, "switch_activation", "auto") == "gated-gelu"
     slices = TensorSlices(layout, placement.stages(args.num_layers, layout.pp), gated)
     chunks = tuple(
-        Chunk(key, info.shape, info.dtype, region, partial(source.read, key, region), rank)
+        TensorChunk(key, info.shape, info.dtype, region, partial(source.read, key, region), rank)
         for key, info in source.tensors.items()
         for rank, region in slices.of(key, info.shape)
     )

@@ -21,7 +21,7 @@ from megatron_switch.checkpoint.convert.conversion import (
 )
 from megatron_switch.checkpoint.convert.upcycling import Upcycling, upcycle
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
-from megatron_switch.checkpoint.formats.dist_writer import Chunk
+from megatron_switch.checkpoint.formats.dist_writer import TensorChunk
 from megatron_switch.checkpoint.formats.hf_folder import copy_tokenizer
 from megatron_switch.checkpoint.formats.source_settings import TOKENIZER_FOLDER, keep_settings
 from megatron_switch.checkpoint.formats.tensor_source import Region
@@ -39,7 +39,7 @@ class _Dense:
     """The dense model, wherever it came from."""
 
     model: Architecture
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
     flags: dict[str, Any]
     """Flags of its tokenizer and precision."""
 
@@ -92,7 +92,9 @@ def _from_megatron(own: Namespace) -> _Dense:
     _refuse_sparse(model, found.folder)
     name_map_of(model).check_megatron(weights, others)
     chunks = tuple(
-        Chunk(key, info.shape, info.dtype, Region.whole(info.shape), partial(weights.read, key))
+        TensorChunk(
+            key, info.shape, info.dtype, Region.whole(info.shape), partial(weights.read, key)
+        )
         for key, info in weights.tensors.items()
         if key not in others
     )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.convert.upcycling import Upcycling, upcycle
-from megatron_switch.checkpoint.formats.dist_writer import Chunk
+from megatron_switch.checkpoint.formats.dist_writer import TensorChunk
 from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.errors import CheckpointError
 from megatron_switch.moe.reference import switch_layer
@@ -44,7 +44,7 @@ def dense(gated=False, dtype=torch.float32):
     }
     tensors = {key: torch.randn(shape).to(dtype) for key, shape in shapes.items()}
     return tensors, [
-        Chunk(key, tuple(t.shape), t.dtype, Region.whole(t.shape), lambda t=t: t)
+        TensorChunk(key, tuple(t.shape), t.dtype, Region.whole(t.shape), lambda t=t: t)
         for key, t in tensors.items()
     ]
 
@@ -140,7 +140,7 @@ def test_a_weight_that_leaves_its_type_is_refused():
 def test_a_model_with_biases_is_refused():
     _, chunks = dense()
     bias = "decoder.layers.1.mlp.linear_fc2.bias"
-    chunks.append(Chunk(bias, (6,), torch.float32, Region.whole((6,)), lambda: torch.ones(6)))
+    chunks.append(TensorChunk(bias, (6,), torch.float32, Region.whole((6,)), lambda: torch.ones(6)))
     with pytest.raises(CheckpointError, match=rf"has {bias}, but experts have no biases"):
         upcycle(chunks, HOW)
 

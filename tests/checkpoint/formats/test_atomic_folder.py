@@ -52,7 +52,7 @@ def because(error: Exception, cause: Exception | None = None) -> Exception:
     [
         (no_space(), r"nothing of it is left: .*No space left on device\. Free some space or"),
         (because(RuntimeError("unexpected pos"), no_space()), r"No space left on device\. Free"),
-        (OSError(errno.EIO, "Input/output error", "a"), r"error: 'a'\. Look after that file or"),
+        (OSError(errno.EIO, "Input/output error", "a"), r"error: 'a'\. Check that file and"),
     ],
 )
 def test_a_disk_that_fails_meanwhile_is_told(tmp_path, error, words):

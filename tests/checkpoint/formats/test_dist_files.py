@@ -16,7 +16,11 @@ from megatron_switch.checkpoint.formats.dist_metadata import (
     read_index,
 )
 from megatron_switch.checkpoint.formats.dist_reader import DistSource, LayeredSource
-from megatron_switch.checkpoint.formats.dist_writer import NOTHING, Chunk, write_dist_checkpoint
+from megatron_switch.checkpoint.formats.dist_writer import (
+    EMPTY_EXTRA_STATE,
+    TensorChunk,
+    write_dist_checkpoint,
+)
 from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.errors import CheckpointError
 from megatron_switch.testing.checkpoints import load_tensors, save_checkpoint
@@ -27,7 +31,9 @@ HALF = torch.arange(6, dtype=torch.bfloat16)
 
 def chunks_of(tensor, key, regions, rank=0):
     return [
-        Chunk(key, tuple(tensor.shape), tensor.dtype, region, lambda b=region: cut(tensor, b), rank)
+        TensorChunk(
+            key, tuple(tensor.shape), tensor.dtype, region, lambda b=region: cut(tensor, b), rank
+        )
         for region in regions
     ]
 
@@ -43,7 +49,7 @@ QUARTERS = [Region((row, 0, column), (2, 3, 2)) for row in (0, 2) for column in 
 def folder(tmp_path) -> Path:
     """A checkpoint with a tensor in four pieces, one in one piece, and an object."""
     chunks = chunks_of(WHOLE, "whole", QUARTERS) + chunks_of(HALF, "half", [Region.whole((6,))], 1)
-    write_dist_checkpoint(tmp_path, chunks, {"a/shard_0_1": NOTHING}, {"iteration": 7})
+    write_dist_checkpoint(tmp_path, chunks, {"a/shard_0_1": EMPTY_EXTRA_STATE}, {"iteration": 7})
     return tmp_path
 
 
@@ -116,7 +122,7 @@ def test_a_failure_ends_the_other_workers_with_the_chunk_at_hand(tmp_path):
 
     regions = [Region((row, 0), (1, 4)) for row in range(rows)]
     chunks = [
-        Chunk("all", (rows, 4), torch.float32, region, partial(make, row))
+        TensorChunk("all", (rows, 4), torch.float32, region, partial(make, row))
         for row, region in enumerate(regions)
     ]
     with pytest.raises(CheckpointError, match="a source is damaged"):

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_switch.checkpoint.formats.safetensors_file import (
-    Group,
     SafetensorsFile,
+    TensorGroup,
     write_safetensors,
 )
 from megatron_switch.checkpoint.formats.tensor_source import Region
@@ -41,11 +41,11 @@ def test_we_read_what_the_library_wrote(path):
 
 def test_the_library_reads_what_we_wrote(tmp_path):
     groups = [
-        Group((key,), (tuple(tensor.shape),), tensor.dtype, lambda t=tensor: (t,))
+        TensorGroup((key,), (tuple(tensor.shape),), tensor.dtype, lambda t=tensor: (t,))
         for key, tensor in TENSORS.items()
     ]
     both = (TENSORS["matrix"].T, TENSORS["matrix"][1:])  # neither is contiguous storage of its own
-    groups.append(Group(("t", "rest"), ((4, 3), (2, 4)), torch.float32, lambda: both))
+    groups.append(TensorGroup(("t", "rest"), ((4, 3), (2, 4)), torch.float32, lambda: both))
     sizes = []
     write_safetensors(tmp_path / "ours.safetensors", groups, sizes.append)
     found = load_file(tmp_path / "ours.safetensors")

@@ -39,7 +39,7 @@ def test_a_full_disk_is_named_with_what_is_needed_and_what_was_free(disk, folder
     assert f"The checkpoint {folder} could not be written: it needs over 2.79 GiB, and" in text
     assert "and there was room for 2.00 MiB." in text  # what was free and what is written already
     assert "save elsewhere with --save" in text
-    assert "No earlier checkpoint is there." in text
+    assert "There is no earlier checkpoint." in text
 
 
 def test_a_disk_that_is_full_by_what_surrounds_tensors_is_full(disk, folder):
@@ -62,7 +62,7 @@ def test_the_newest_whole_checkpoint_is_named(disk, folder, monkeypatch):
     monkeypatch.setattr(module, "find_checkpoint", lambda where: whole)
     error = unwritten(folder, 1, "Worker failure")
     assert isinstance(error, CheckpointError)
-    assert str(error).endswith("iter_0000010 is whole: the run goes on from it.")
+    assert str(error).endswith("iter_0000010 is complete: the run continues from it.")
 
 
 def test_every_tensor_counts_once_over_all_ranks():
