@@ -50,7 +50,7 @@ def ranks(number):
             f"{SPARSE} {MOCK} --transformer-impl transformer_engine",
             r"--transformer-impl transformer_engine needs a GPU",
         ),
-        (f"{SPARSE} {MOCK} --async-save", r"--async-save needs a GPU.*Leave --async-save out"),
+        (f"{SPARSE} {MOCK} --async-save", r"--async-save needs a GPU.*Leave it out"),
         (f"{SPARSE} {MOCK} --distributed-backend nccl", r"ranks talk over gloo, got .* nccl"),
         (
             f"{SPARSE} {MOCK} --moe-layer-freq [0,1]",
