@@ -22,7 +22,7 @@ from typing import Self
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid_rules import broken_grid_rule
 from megatron_switch.layout.model_rules import uneven_experts
-from megatron_switch.layout.sizes import DEFAULT_ORDER, Sizes
+from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.suggestions import layout_error
 
 DENSE_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -111,26 +111,13 @@ class Grid:
 
 
 class Layout(Sizes):
-    """Parallel sizes that do form both grids, with the arithmetic of their ranks."""
+    """Parallel sizes that do form both grids, with the arithmetic of their ranks.
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        tp: int = 1,
-        cp: int = 1,
-        pp: int = 1,
-        ep: int = 1,
-        etp: int | None = None,
-        vp: int | None = None,
-        order: str = DEFAULT_ORDER,
-    ) -> None:
-        """Keep the sizes; see :class:`~megatron_switch.layout.sizes.Sizes`.
+    Raises:
+        LayoutError: When it is made from sizes that do not cover all ranks on both grids.
+    """
 
-        Raises:
-            LayoutError: If the sizes do not cover all ranks on both grids.
-        """
-        super().__init__(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vp=vp, order=order)
+    def _check(self) -> None:
         broken = broken_grid_rule(self)
         if broken:
             raise layout_error([broken], self, lambda sizes: broken_grid_rule(sizes) is None)

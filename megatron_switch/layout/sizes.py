@@ -83,6 +83,10 @@ class Sizes:
             order=order,
             etp_follows_tp=etp is None,
         )
+        self._check()
+
+    def _check(self) -> None:
+        """Accept any sizes; a Layout accepts legal ones only."""
 
     @property
     def dp(self) -> int:
