@@ -25,7 +25,7 @@ from megatron_switch.commands.argument_types import count
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.flags.values import FlagValues
-from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER
+from megatron_switch.layout.sizes import Sizes
 
 _WIDE = 120
 _GPU_LIBRARIES = ("transformer_engine", "apex")
@@ -133,17 +133,7 @@ def _ranks(options: Namespace, flags: Sequence[str]) -> list[int]:
                 f"{outside[0]}. Change --rank or --world-size."
             )
         return list(dict.fromkeys(options.rank))
-    values = FlagValues(flags_of_argv(flags))
-    sizes = {
-        axis: values.integer(name, 1)
-        for axis, name in {
-            "tp": "tensor-model-parallel-size",
-            "cp": "context-parallel-size",
-            "pp": "pipeline-model-parallel-size",
-        }.items()
-    }
-    order = TP_PP_DP_ORDER if values.on("use-tp-pp-dp-mapping") else DEFAULT_ORDER
-    return sample(world_size, **sizes, order=order)
+    return sample(Sizes.of_flags(world_size, FlagValues(flags_of_argv(flags))))
 
 
 def _hide_gpu_libraries() -> None:

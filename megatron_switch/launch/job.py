@@ -16,7 +16,7 @@ from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.model_rules import LayoutConstraints
 from megatron_switch.layout.nodes import GroupSpread
-from megatron_switch.layout.sizes import DEFAULT_ORDER, FLAGS, TP_PP_DP_ORDER, Sizes
+from megatron_switch.layout.sizes import Sizes
 from megatron_switch.layout.validation import validate_layout
 from megatron_switch.planner.hardware.cluster import Hardware
 
@@ -152,16 +152,7 @@ class LaunchJob:
     @cached_property
     def layout(self) -> Layout:
         """The layout that the flags describe."""
-        sizes = {name: self.values.integer(flag[2:], None) for name, flag in FLAGS.items()}
-        mapped = self.values.on("use-tp-pp-dp-mapping")
-        etp, vp = sizes.pop("etp"), sizes.pop("vp")
-        asked = Sizes(
-            self.world_size,
-            **{name: size or 1 for name, size in sizes.items()},
-            etp=etp,
-            vp=vp,
-            order=TP_PP_DP_ORDER if mapped else DEFAULT_ORDER,
-        )
+        asked = Sizes.of_flags(self.world_size, self.values)
         return validate_layout(asked, self._constraints())
 
     def _constraints(self) -> LayoutConstraints:

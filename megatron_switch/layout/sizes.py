@@ -14,6 +14,8 @@ are a :class:`~megatron_switch.layout.grid.Layout`.
 import math
 from dataclasses import dataclass, field
 
+from megatron_switch.flags.values import FlagValues
+
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """Which axis varies fastest from rank to rank, first to last. Experts read tp as ETP, dp as EDP."""
 
@@ -88,6 +90,12 @@ class Sizes:
     def _check(self) -> None:
         """Accept any sizes; a Layout accepts legal ones only."""
 
+    @classmethod
+    def of_flags(cls, world_size: int, flags: FlagValues) -> "Sizes":
+        """Return the sizes that the flags of a training on ``world_size`` ranks request."""
+        order = rank_order(tp_pp_dp_mapping=flags.on("use-tp-pp-dp-mapping"))
+        return Sizes(world_size, **given_sizes(flags), order=order)
+
     @property
     def dp(self) -> int:
         """Data-parallel size: copies of the dense layers (rounded down in an illegal layout)."""
@@ -114,6 +122,17 @@ class Sizes:
         dense = _grid_line({"TP": self.tp, "CP": self.cp, "PP": self.pp}, "DP", self.world_size)
         expert = _grid_line({"ETP": self.etp, "EP": self.ep, "PP": self.pp}, "EDP", self.world_size)
         return f"  dense grid:  {dense}\n  expert grid: {expert}"
+
+
+def given_sizes(flags: FlagValues) -> dict[str, int]:
+    """Return the sizes that flags of a training set, by name; the others are left out."""
+    found = {name: flags.integer(flag.removeprefix("--"), None) for name, flag in FLAGS.items()}
+    return {name: size for name, size in found.items() if size is not None}
+
+
+def rank_order(*, tp_pp_dp_mapping: bool) -> str:
+    """Return the order of ranks with or without ``--use-tp-pp-dp-mapping``."""
+    return TP_PP_DP_ORDER if tp_pp_dp_mapping else DEFAULT_ORDER
 
 
 def divisors(number: int) -> list[int]:

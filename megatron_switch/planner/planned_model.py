@@ -13,7 +13,7 @@ from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import argv_of, flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.flags.values import FlagValues
-from megatron_switch.layout.sizes import FLAGS
+from megatron_switch.layout.sizes import given_sizes
 from megatron_switch.layout.workload import Dispatch, Training
 from megatron_switch.planner.plan_flags import PLANNED_FLAGS
 
@@ -97,6 +97,6 @@ def _training(values: FlagValues) -> Training:
 
 
 def _fixed(values: FlagValues) -> dict[str, int]:
-    found = {name: values.integer(flag.removeprefix("--"), None) for name, flag in FLAGS.items()}
-    found["micro_batch_size"] = values.integer("micro-batch-size", None)
-    return {name: size for name, size in found.items() if size is not None}
+    micro_batch = values.integer("micro-batch-size", None)
+    given = {} if micro_batch is None else {"micro_batch_size": micro_batch}
+    return {**given_sizes(values), **given}

@@ -18,6 +18,7 @@ import torch
 
 from megatron_switch.errors import LayoutError
 from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.sizes import Sizes
 from megatron_switch.rehearsal.dry_run import DryRun
 from megatron_switch.rehearsal.observer import Observation
 from megatron_switch.rehearsal.report import RankReport, rank_report
@@ -55,17 +56,17 @@ class Launch:
         }
 
 
-def sample(world_size: int, *, tp: int, cp: int, pp: int, order: str) -> list[int]:
+def sample(sizes: Sizes) -> list[int]:
     """Return ranks that represent all: first, last, and the first of each pipeline stage.
 
     Where the sizes form no layout it is rank 0 alone, whose session then raises the error.
     """
     try:
-        layout = Layout(world_size, tp=tp, cp=cp, pp=pp, etp=1, order=order)
+        layout = Layout.of(sizes)
     except LayoutError:
         return [0]
-    firsts = [layout.dense_rank(pp=stage) for stage in range(pp)]
-    return sorted({*firsts, world_size - 1})
+    firsts = [layout.dense_rank(pp=stage) for stage in range(layout.pp)]
+    return sorted({*firsts, layout.world_size - 1})
 
 
 def rehearse_ranks(launch: Launch, ranks: Sequence[int]) -> Iterator[RankReport]:

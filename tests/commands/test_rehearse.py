@@ -15,11 +15,11 @@ from megatron_switch.commands.rehearse import launch_argv
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.sizes import TP_PP_DP_ORDER, Sizes
 from megatron_switch.rehearsal.ranks import sample
 
 EP2 = "--expert-model-parallel-size 2"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
-ORDER = "tp-cp-ep-dp-pp"
 
 
 def rehearse(capfd, flags, *options, world_size=8):
@@ -139,7 +139,7 @@ def test_a_model_stands_for_the_flags_of_a_launch():
 
 
 def test_a_sample_has_the_first_rank_of_every_stage_and_the_last_of_all():
-    assert sample(8, tp=2, cp=1, pp=2, order=ORDER) == [0, 4, 7]
-    assert sample(8, tp=1, cp=1, pp=4, order="tp-cp-ep-pp-dp") == [0, 1, 2, 3, 7]
-    assert sample(1, tp=1, cp=1, pp=1, order=ORDER) == [0]
-    assert sample(8, tp=3, cp=1, pp=2, order=ORDER) == [0]
+    assert sample(Sizes(8, tp=2, pp=2)) == [0, 4, 7]
+    assert sample(Sizes(8, pp=4, order=TP_PP_DP_ORDER)) == [0, 1, 2, 3, 7]
+    assert sample(Sizes(1)) == [0]
+    assert sample(Sizes(8, tp=3, pp=2)) == [0]

@@ -19,7 +19,7 @@ from megatron_switch.architecture.parameters import stage_parameters
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.sizes import DEFAULT_ORDER, TP_PP_DP_ORDER, Sizes
+from megatron_switch.layout.sizes import Sizes, rank_order
 from megatron_switch.layout.validation import validate_layout, virtual_stages
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.training.logs.banner import has_uneven_stages
@@ -42,7 +42,7 @@ def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size,
         vp=_virtual_stages(args),
-        order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        order=rank_order(tp_pp_dp_mapping=args.use_tp_pp_dp_mapping),
     )
     own = Architecture.from_args(args).constraints
     given = replace(
