@@ -6,13 +6,14 @@ Megatron's name and with Megatron's buckets, which are those of Hugging Face; wh
 tensor-parallel rank makes the bias of its own heads only. The table itself is whole on every rank,
 and so is its gradient.
 
-Bias and hidden keys become one tensor, made once and shared by the layers of a stack. It travels in
-the place of the attention mask: Megatron's recomputation hands that to a recomputed layer as an
-argument, so that a gradient comes back, whereas an ``attention_bias`` is caught in a closure whose
-graph the second layer would find freed. :class:`BiasedDotProductAttention` takes it there.
+Bias and hidden keys become one tensor, made once and shared by the layers of a stack. It is passed
+as the attention mask: Megatron's recomputation gives that to a recomputed layer as an argument, so
+that a gradient comes back, whereas an ``attention_bias`` would be held by a closure, whose graph is
+freed by the time the second layer needs it. :class:`BiasedDotProductAttention` adds it to the
+scores.
 
 Hidden keys get the lowest finite number, not minus infinity: a query that may see no key averages
-over all of them, as in Hugging Face, and is never not-a-number.
+over all of them, as in Hugging Face, and is never NaN.
 
 Shape letters: S queries, K keys, B micro-batch, H heads on this rank.
 """
@@ -74,6 +75,7 @@ class RelativeAttentionBias(RelativePositionEmbedding):  # type: ignore[misc]
             num_buckets=self.relative_attention_num_buckets,
             max_distance=self.relative_attention_max_distance,
         )
+        # All buckets, but only the columns of this rank's heads.
         first = self._tp_group.rank() * self._num_heads
         bias_SKH = F.embedding(bucket_SK, weight[:, first : first + self._num_heads])
         return bias_SKH.permute(2, 0, 1).unsqueeze(0)
@@ -100,7 +102,7 @@ def later_keys(length: int, device: torch.device) -> Tensor:
 
 
 class BiasedDotProductAttention(TorchDotProductAttention):
-    """Core attention that takes a bias in the place of the mask."""
+    """Core attention whose mask may be a bias."""
 
     def forward(
         self,

@@ -14,11 +14,11 @@ Guaranteed:
     * Dropout draws from the same stream of Megatron's generator tracker as the original,
       so recomputation repeats it.
 
-Differences that are meant:
+Intended differences:
     * The softmax is always computed in float32, whatever ``attention_softmax_in_fp32`` says,
       and the scale is applied to float32 scores. ``apply_query_key_layer_scaling``, which
-      divides by the layer number and multiplies again to keep float16 in range, is therefore
-      met with nothing to do.
+      divides by the layer number and multiplies again to keep float16 in range, therefore has
+      no effect.
     * A query that may see no key at all gets zeros; the original fills hidden scores with
       -10000 and so averages over hidden keys.
 
@@ -190,7 +190,7 @@ def visible_keys(
     attention_mask: Tensor | None,
     device: torch.device,
 ) -> Tensor | None:
-    """Return which keys each query may see; the last query stands at the last key.
+    """Return which keys each query may see; the last query is aligned with the last key.
 
     Args:
         num_queries: Number of queries, S.

@@ -1,4 +1,4 @@
-"""The layer specs of a Switch GPT: Megatron's own block, with the parts exchanged that need it.
+"""The layer specs of a Switch GPT: Megatron's own block, with a few parts replaced.
 
 Megatron's builder takes a callable for ``GPTModelConfig.transformer_layer_spec``; give it
 
@@ -6,7 +6,7 @@ Megatron's builder takes a callable for ``GPTModelConfig.transformer_layer_spec`
 
 Everything here starts from the block spec that Megatron itself would build for this pipeline
 stage, so rotary embeddings, gated units, grouped-query attention, tied embeddings and uneven
-pipelines are Megatron's. Exchanged are
+pipelines are Megatron's. Replaced are
 
     * on sparse layers, the MLP: ``switch_mlp_spec`` takes the place of Megatron's MoE layer;
     * in the local spec (no Transformer Engine), the norms, the final one and those on queries
@@ -179,7 +179,7 @@ def _with_switch_mlp(layer: ModuleSpec, switch_mlp_spec: MlpBuilder) -> ModuleSp
 
 
 def _with_torch_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Exchange the norms and the core attention of a layer of the local spec."""
+    """Replace the norms and the core attention of a layer of the local spec."""
     norm = local_norm(config)
     # Asked for by name, Megatron's own attention stays.
     stock_attention = config.attention_backend == AttnBackend.local

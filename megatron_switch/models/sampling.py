@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_switch.errors import CheckpointError, ConfigError
 
 ModelForward = Callable[[Tensor, Tensor], Tensor]
-"""``(tokens_BS int64, padding_BS bool) -> logits_BSV``; padding is True where no token stands."""
+"""``(tokens_BS int64, padding_BS bool) -> logits_BSV``; padding is True where there is no token."""
 
 
 @dataclass(frozen=True, kw_only=True)

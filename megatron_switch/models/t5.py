@@ -126,8 +126,8 @@ class SwitchT5Model(T5Model):  # type: ignore[misc]
             decoder_input_ids: The target moved one place to the right, behind the start token:
                 int64, shape (B, S of the decoder).
             encoder_padding: True for padding, bool, shape of the encoder's tokens.
-            decoder_padding: Likewise for the decoder, where padding stands on the right: hidden
-                from what matters already, it is kept from experts only.
+            decoder_padding: Likewise for the decoder, where padding is on the right: causality
+                hides it from every token, so that it is kept from experts only.
             lm_labels: The target, int64, shape of the decoder's tokens.
             encoder_hidden_states: What :meth:`encode` returned for the same padding.
             **absent: Megatron's other arguments, for masks of other kinds and for its inference

@@ -1,6 +1,6 @@
 """The layer specs of a Switch-T5's two stacks, from Megatron's own T5 specs.
 
-Megatron's specs are dense and lack half of T5. Exchanged are, in every layer,
+Megatron's specs are dense and lack half of T5. Replaced are, in every layer,
 
     * the core attention: :mod:`megatron_switch.models.attention_bias`, with or without Transformer
       Engine. Both stacks use mask type ``arbitrary``: what a query may see is in the bias;

@@ -46,6 +46,8 @@ class Interleaved:
         """Return a tensor of shape (sum of rows, X)."""
         if len(parts) == 1:
             return parts[0]
+        # Rows of one group next to each other, then the parts side by side within each group:
+        # [q0 q1 | k0 k1 | v0 v1] becomes [q0 k0 v0 | q1 k1 v1].
         pieces_GRX = [part.reshape(self.groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(pieces_GRX, dim=1).flatten(0, 1)
 

@@ -2,8 +2,8 @@
 
 Everything but the chosen MLPs is copied; routers are new. With plain copies (scale ``none``) the
 first output of a sparse layer is the dense one times the gate, which is about 1/E where the router
-knows nothing yet: the loss starts higher and falls within some hundred steps, because the network
-learns to live with it. Scale ``sqrt_e`` undoes the gate at the start: with a router that is uniform
+knows nothing yet: the loss starts higher and falls within some hundred steps, as the network adapts
+to it. Scale ``sqrt_e`` undoes the gate at the start: with a router that is uniform
 and experts that drop nothing, the first output *is* the dense one.
 
 How ``sqrt_e`` does it depends on the unit, because a factor passes unchanged only through what is
@@ -76,7 +76,7 @@ def upcycle(chunks: Iterable[TensorChunk], how: Upcycling) -> tuple[TensorChunk,
 
     Args:
         chunks: Those of the dense model, with one key for each layer.
-        how: What becomes of it.
+        how: What the sparse model is to be.
 
     Raises:
         CheckpointError: An MLP has biases, which experts do not have, or is sparse already, or a
@@ -119,6 +119,7 @@ def _upcycled(
         first, second = how.factors()
         linear = _MATRICES[name]
         factor = first if linear == "linear_fc1" else second
+        # A factor passes only through what is linear: of a gated unit, the half without activation.
         half = how.model.gated_linear_unit and linear == "linear_fc1"
         stack = (how.model.num_experts, *chunk.shape)
         for expert in range(how.model.num_experts):

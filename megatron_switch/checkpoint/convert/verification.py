@@ -5,8 +5,8 @@ bit by bit, signs of zeros included. Where the types differ (``--dtype``), the s
 is either the other's values in more bits, or was rounded to them; the two are told apart, so that a
 bit that only the finer side has shows as one tensor more that was rounded.
 
-What is to be compared is settled first, from names, shapes and sizes alone, so that how far the
-comparison is can be told.
+What is to be compared is planned first, from names, shapes and sizes alone, so that progress can be
+shown.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,6 +71,7 @@ class Comparison:
         nbytes = widened = rounded = 0
         for entry, key in self._pairs():
             theirs, ours = entry.pack(self.source), self.weights.read(key, entry.region)
+            # Rounding the finer side is the only change a conversion with --dtype makes.
             coarse = max(theirs.dtype, ours.dtype, key=lambda dtype: torch.finfo(dtype).eps)
             differing = differing_bits(theirs.to(coarse), ours.to(coarse))
             if differing:
@@ -81,6 +82,7 @@ class Comparison:
                 )
             if theirs.dtype != ours.dtype:
                 both = torch.promote_types(theirs.dtype, ours.dtype)
+                # Equal in the finer type too: no bit was lost, so nothing had been rounded.
                 is_exact = torch.equal(theirs.to(both), ours.to(both))
                 widened, rounded = widened + is_exact, rounded + (not is_exact)
             nbytes += ours.nbytes
@@ -111,16 +113,3 @@ def plan_comparison(hf: Path, found: FoundCheckpoint) -> Comparison:
     weights, others, _ = open_weights(found, args)
     name_map.check_megatron(weights, others)
     return Comparison(hf, found.folder, name_map.entries, source, weights)
-
-
-def compare_sides(hf: Path, found: FoundCheckpoint) -> TensorComparison:
-    """Raise unless every tensor is the same in both folders: a comparison, planned and carried out.
-
-    Args:
-        hf: Folder in Hugging Face's format.
-        found: Megatron's checkpoint.
-
-    Raises:
-        CheckpointError: Naming file, key and how many elements differ; or what either side lacks.
-    """
-    return plan_comparison(hf, found).carry_out()

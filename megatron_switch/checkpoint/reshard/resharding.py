@@ -6,8 +6,8 @@ of that rank, the stored arguments name the new layout, and what only the old on
 states, the fault log) is left out, as Megatron itself ignores it after such a change. Every region
 is read back and compared with the source before the checkpoint gets its name.
 
-Refused: optimizer state in the order of one layout's gradient buckets. It cannot be told apart
-without building that layout's model.
+Refused: optimizer state in the order of one layout's gradient buckets. It cannot be split into
+tensors without building that layout's model.
 """
 
 import copy
@@ -196,7 +196,7 @@ def compare_copies(plan: Resharding, written: DistSource, on_bytes: Callable[[in
         if differing_bits(first, second):
             raise CheckpointError(
                 f"{written.folder}: {key} at {region.offsets} reads back differently from what "
-                "was written. The disk is not to be trusted; write to another one."
+                "was written. The disk is faulty; write to another one."
             )
         on_bytes(chunk.nbytes)
 

@@ -1,7 +1,7 @@
-"""Which rank holds which region of a tensor, told from its key: the rules of Megatron's layers.
+"""Which rank holds which region of a tensor, by its key: the rules of Megatron's layers.
 
-Weights and their optimizer moments are cut alike, so the end of a key decides, whatever stands in
-front of it (``optimizer.state.exp_avg.decoder.layers...``).
+Weights and their optimizer moments are cut alike, so the end of a key decides, whatever comes
+before it (``optimizer.state.exp_avg.decoder.layers...``).
 
     rows (dim 0) over tensor-parallel ranks: embedding, head, qkv and the first matrix of an MLP
     columns (dim 1): the attention's output and the second matrix of an MLP
@@ -33,7 +33,7 @@ _AFTER_LAYERS = re.compile(r"(?:.*\.)?(decoder\.final_layernorm\.|output_layer\.
 
 @dataclass(frozen=True)
 class TensorSlices:
-    """A layout, and what of a model decides where cuts are."""
+    """Slices every tensor of a model for a layout."""
 
     layout: Layout
     stages: tuple[int, ...]
@@ -50,7 +50,7 @@ class TensorSlices:
         layers: list[int | None] = [None]
         leading = 0
         match = _LAYER.fullmatch(key)
-        if match is not None and match[1] is None:  # layers are stacked in front
+        if match is not None and match[1] is None:  # dim 0 is the layer: one key for all layers
             layers, leading = list(range(shape[0])), 1
         elif match is not None:
             layers = [int(match[1])]
@@ -72,14 +72,14 @@ class TensorSlices:
         layout = self.layout
         if (match := _EXPERTS.fullmatch(key)) is not None:
             dim = 1 if match[1] == "linear_fc1" else 2
-            parts = 2 if self.gated and dim == 1 else 1
+            parts = 2 if self.gated and dim == 1 else 1  # gate and up matrix, each cut on its own
             experts, width = shape[0], shape[dim] // (parts * layout.etp)
             for expert, part, etp in itertools.product(
                 range(experts), range(parts), range(layout.etp)
             ):
                 offsets, sizes = [expert, 0, 0], [1, *shape[1:]]
                 offsets[dim], sizes[dim] = (part * layout.etp + etp) * width, width
-                ep = expert * layout.ep // experts
+                ep = expert * layout.ep // experts  # neighbouring experts share a rank
                 rank = layout.expert_rank(etp=etp, ep=ep, pp=stage)
                 yield rank, Region(tuple(offsets), tuple(sizes))
             return

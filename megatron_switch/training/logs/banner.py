@@ -1,6 +1,6 @@
-"""What a run says of itself before the first step: model, semantics, layout, device.
+"""The start-up text of a run: model, parameters, routing, precision, device and layout.
 
-Every value is the one in force, after defaults, recipes and checkpoints have had their say.
+Every value is the one in force, after defaults, recipe and checkpoint were applied.
 """
 
 from argparse import Namespace

@@ -23,7 +23,7 @@ from megatron_switch.checkpoint.convert.conversion import (
 )
 from megatron_switch.checkpoint.convert.gpt_names import gpt_name_map
 from megatron_switch.checkpoint.convert.t5_config import _step
-from megatron_switch.checkpoint.convert.verification import compare_sides
+from megatron_switch.checkpoint.convert.verification import plan_comparison
 from megatron_switch.checkpoint.formats.hf_folder import read_json, write_json
 from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.commands.checkpoints.written_arguments import written_arguments
@@ -76,7 +76,7 @@ def test_there_and_back_is_the_same_model(tmp_path, name):
     model_type = name.split()[0]
     before = hf_models.save(tmp_path / "hf", model_type, **MODELS[name])
     imported(tmp_path / "hf", tmp_path / "megatron")
-    compare_sides(tmp_path / "hf", find_checkpoint(tmp_path / "megatron"))
+    plan_comparison(tmp_path / "hf", find_checkpoint(tmp_path / "megatron")).carry_out()
     exported(tmp_path / "megatron", tmp_path / "back")
 
     after, report = type(before).from_pretrained(tmp_path / "back", output_loading_info=True)

@@ -8,7 +8,7 @@ from support import hf_models
 from support.converted import imported, rewrite
 
 from megatron_switch.checkpoint.convert.conversion import release_state
-from megatron_switch.checkpoint.convert.verification import compare_sides, plan_comparison
+from megatron_switch.checkpoint.convert.verification import plan_comparison
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.errors import CheckpointError
@@ -25,11 +25,11 @@ def llama(tmp_path) -> Path:
 def test_a_changed_weight_is_found_by_comparing(llama, tmp_path):
     megatron = imported(llama, tmp_path / "megatron")
     found = find_checkpoint(megatron)
-    assert compare_sides(llama, found).rounded == 0
+    assert plan_comparison(llama, found).carry_out().rounded == 0
     key = "model.layers.2.self_attn.v_proj.weight"
     rewrite(llama, lambda tensors: tensors[key][3, 4].add_(1.0))
     with pytest.raises(CheckpointError, match=rf"linear_qkv.* differs from .*{key}.*: 1 of"):
-        compare_sides(llama, found)
+        plan_comparison(llama, found).carry_out()
 
 
 def test_the_sign_of_a_zero_is_a_bit_as_well(llama, tmp_path):
@@ -37,7 +37,7 @@ def test_the_sign_of_a_zero_is_a_bit_as_well(llama, tmp_path):
     found = find_checkpoint(imported(llama, tmp_path / "megatron"))
     rewrite(llama, lambda tensors: tensors["model.norm.weight"][5:7].mul_(-1))
     with pytest.raises(CheckpointError, match=r"final_layernorm.* differs from .*: 2 of 32"):
-        compare_sides(llama, found)
+        plan_comparison(llama, found).carry_out()
 
 
 @pytest.mark.parametrize("model_type", ["switch_transformers", "llama"])
@@ -55,24 +55,24 @@ def test_what_is_left_to_compare_is_known_before(tmp_path, model_type):
 def test_comparing_after_rounding(llama, tmp_path, dtype):
     rewrite(llama, lambda tensors: tensors.update({k: t.to(dtype) for k, t in tensors.items()}))
     megatron = imported(llama, tmp_path / "megatron", dtype="bf16")
-    result = compare_sides(llama, find_checkpoint(megatron))
+    result = plan_comparison(llama, find_checkpoint(megatron)).carry_out()
     assert (result.widened, result.rounded) == (0, result.tensors)
     key = "model.layers.2.self_attn.v_proj.weight"
     rewrite(llama, lambda tensors: tensors[key][3, 4].mul_(1.01))  # more than rounding
     with pytest.raises(CheckpointError, match=rf"differs from .*{key}.*: 1 of"):
-        compare_sides(llama, find_checkpoint(megatron))
+        plan_comparison(llama, find_checkpoint(megatron)).carry_out()
 
 
 @pytest.mark.slow
 def test_a_bit_that_only_the_finer_side_has_shows_as_rounding(llama, tmp_path):
     rewrite(llama, lambda tensors: tensors.update({k: t.half() for k, t in tensors.items()}))
     found = find_checkpoint(imported(llama, tmp_path / "megatron", dtype="fp32"))
-    result = compare_sides(llama, found)
+    result = plan_comparison(llama, found).carry_out()
     assert (result.widened, result.rounded) == (result.tensors, 0)
     tensors = load_tensors(found.folder)
     key = "decoder.layers.2.self_attention.linear_qkv.weight"
     tensors[key].view(torch.int32)[3, 4] ^= 1
     args = read_common_state(found.folder)["args"]
     save_checkpoint(tmp_path / "changed", 1, tensors, release_state(args))
-    result = compare_sides(llama, find_checkpoint(tmp_path / "changed"))
+    result = plan_comparison(llama, find_checkpoint(tmp_path / "changed")).carry_out()
     assert (result.widened, result.rounded) == (result.tensors - 1, 1)
