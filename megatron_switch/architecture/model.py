@@ -1,7 +1,7 @@
 """One model, described once: what training, planner, converter and launcher know of it.
 
-Every fact has one name, which is Megatron's. A field says itself what other formats call it, so
-that most of them need one line here and none elsewhere::
+Every fact has one name, which is Megatron's. A field says what other formats call it, so that
+most of them need one line here and none elsewhere::
 
     layernorm_epsilon: float = field(
         default=1e-5,
@@ -21,13 +21,18 @@ What a field decides beyond that is elsewhere: parameters in
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Literal, Self
 
+from megatron_switch.architecture.field_names import (
+    FLOATS,
+    Family,
+    flag_of,
+    is_of_experts,
+    known_as,
+)
 from megatron_switch.architecture.layer_pattern import Stack, stacks_of
 from megatron_switch.flags.argv import attribute_of, flag_key
 from megatron_switch.layout.model_rules import LayoutConstraints
-from megatron_switch.utils.fields import Fields
 
 ROUTING = (
     "moe_expert_capacity_factor",
@@ -47,34 +52,10 @@ T5_ARGUMENTS: Mapping[str, Any] = {
 }
 """Arguments that are another default in a T5, or what a T5 is."""
 
+_ALSO_OF_A_T5 = (*T5_ARGUMENTS, "moe_ffn_hidden_size", "position_embedding_type")
+"""Fields that a T5 has although its ``config.json`` has no key for them."""
+
 _GATED_GELU = "gated-gelu"
-
-_FLOATS = (float, float | None)
-
-Family = Literal["gpt", "t5"]
-
-
-def known_as(
-    gpt: str = "",
-    t5: str = "",
-    *,
-    flag: str = "",
-    off: str = "",
-    own: bool = False,
-    **bounds: float,
-) -> Mapping[str, Any]:
-    """Return the metadata of a field: what other formats call it.
-
-    Args:
-        gpt: Key in the ``config.json`` of a decoder-only model; none where it has none.
-        t5: Key in that of an encoder-decoder; likewise.
-        flag: Megatron's flag, where it is not the field's name.
-        off: The flag that turns the field off, where it is on by default.
-        own: Whether only this project's own format of a decoder-only model (``switch_gpt``) has
-            the key; the stock ones all compute the same.
-        **bounds: What a number has to be, as :meth:`Fields.number` takes it.
-    """
-    return {"gpt": gpt, "t5": t5, "flag": flag, "off": off, "own": own, "bounds": bounds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,14 +240,17 @@ class Architecture:
             ConfigError: A pattern of sparse layers is none, or not one of its layers.
         """
         values: dict[str, Any] = {}
+        family: Family = "t5" if getattr(args, "switch_arch", "gpt") == "t5" else "gpt"
         for each in described():
+            if not each.metadata[family] and (family == "gpt" or each.name not in _ALSO_OF_A_T5):
+                continue
             value = getattr(args, each.name, None)
             if value is None:  # an older Megatron calls some by their flag
                 value = getattr(args, attribute_of(flag_of(each)), None)
             if isinstance(value, list):  # a coefficient that Megatron takes one of for each kind
                 value = value[0]
             if value is not None:
-                values[each.name] = float(value) if each.type in _FLOATS else value
+                values[each.name] = float(value) if each.type in FLOATS else value
         groups = getattr(args, "num_query_groups", None) or 1
         scaled = getattr(args, "use_rope_scaling", False)
         values |= {
@@ -342,40 +326,6 @@ def described(family: Family | None = None) -> Iterator[Field[Any]]:
     for each in fields(Architecture):
         if each.metadata and (family is None or each.metadata[family]):
             yield each
-
-
-def is_of_experts(each: Field[Any]) -> bool:
-    """Return whether a field says something only of a model that has experts."""
-    return each.name.startswith(("num_experts", "moe_"))
-
-
-def flag_of(each: Field[Any]) -> str:
-    """Return Megatron's flag of a field, without dashes."""
-    return str(each.metadata["flag"] or flag_key(each.name))
-
-
-def read_field(
-    each: Field[Any], source: Fields, key: str, defaults: Mapping[str, Any] = MappingProxyType({})
-) -> Any:
-    """Return the value of a field from flags or from a configuration.
-
-    Args:
-        each: The field.
-        source: Where it is read.
-        key: What it is called there.
-        defaults: Values by field, where the key may be absent.
-
-    Raises:
-        SwitchError: As the source does, where there is no value, or a wrong one.
-    """
-    default = {"default": defaults[each.name]} if each.name in defaults else {}
-    if each.type is bool:
-        return source.flag(key, **default)
-    if each.type is int:
-        return source.integer(key, **default)
-    if each.type in _FLOATS:
-        return source.number(key, **default, **each.metadata["bounds"])
-    return source.text(key, **default)
 
 
 def _activation_of(args: Namespace) -> dict[str, Any]:

@@ -9,14 +9,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_switch.architecture.field_names import flag_of, read_field
 from megatron_switch.architecture.layer_pattern import Stack
-from megatron_switch.architecture.model import (
-    T5_ARGUMENTS,
-    Architecture,
-    described,
-    flag_of,
-    read_field,
-)
+from megatron_switch.architecture.model import T5_ARGUMENTS, Architecture, described
 from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_key

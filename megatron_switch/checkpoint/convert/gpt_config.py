@@ -11,14 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_switch.architecture.field_names import is_of_experts, read_field
 from megatron_switch.architecture.layer_pattern import Stack
-from megatron_switch.architecture.model import (
-    ROUTING,
-    Architecture,
-    described,
-    is_of_experts,
-    read_field,
-)
+from megatron_switch.architecture.model import ROUTING, Architecture, described
 from megatron_switch.checkpoint.convert.gpt_names import (
     QWEN2_EXPERTS,
     QWEN_EXPERTS,

@@ -18,14 +18,9 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron_switch.architecture.field_names import is_of_experts, read_field
 from megatron_switch.architecture.layer_pattern import Stack
-from megatron_switch.architecture.model import (
-    T5_ARGUMENTS,
-    Architecture,
-    described,
-    is_of_experts,
-    read_field,
-)
+from megatron_switch.architecture.model import T5_ARGUMENTS, Architecture, described
 from megatron_switch.checkpoint.convert.t5_names import EMBEDDING, HEAD
 from megatron_switch.checkpoint.formats.hf_folder import config_fields
 from megatron_switch.errors import CheckpointError

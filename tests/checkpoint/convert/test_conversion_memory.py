@@ -21,7 +21,7 @@ from megatron_switch.checkpoint.convert.conversion import (
     write_export,
     write_import,
 )
-from megatron_switch.checkpoint.convert.verification import compare_sides
+from megatron_switch.checkpoint.convert.verification import plan_comparison
 from megatron_switch.checkpoint.formats.hf_folder import HuggingFaceSource
 from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.checkpoint.reshard.resharding import (
@@ -71,7 +71,7 @@ def to_hf(folder: Path, target: Path) -> None:
 
 
 def verify(folder: Path, target: Path) -> None:
-    compare_sides(folder / "hf", find_checkpoint(folder / "megatron"))
+    plan_comparison(folder / "hf", find_checkpoint(folder / "megatron")).carry_out()
 
 
 def reshard(folder: Path, target: Path) -> None:
