@@ -42,9 +42,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("migration",),
     ("launch",),
-    # L2: torch only (and Triton in kernels), no process groups
+    # L2: torch only, no process groups
     ("upstream.private",),
-    ("kernels",),
     PURE,
     # L3: modules of a Megatron model, its files and its data
     ("upstream.process_groups", "parallel_state"),
@@ -191,7 +190,7 @@ def test_no_cycles_between_modules():
 
 def test_pure_rooms_see_neither_megatron_nor_process_groups():
     for module, path in MODULES.items():
-        if ROOMS[room_of(module)] in (("kernels",), PURE):
+        if ROOMS[room_of(module)] is PURE:
             seen = list(imports_of(path))
             wrong = [m for m in seen if m.startswith(("megatron.", "torch.distributed"))]
             assert wrong == [], module
