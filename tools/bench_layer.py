@@ -51,14 +51,14 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--suite", choices=SUITES, help="the cases of a published table; other sizes are ignored")
+    add("--suite", choices=SUITES, help="the published tables; of the sizes only --threads counts")
     add("--experts", type=int, nargs="+", default=[8], help="experts of the layer, a case for each")
     add("--tokens", type=int, default=_CPU.total_tokens, help="tokens of all ranks together")
     add("--width", type=int, default=_CPU.width, help="model width")
     add("--ffn", type=int, default=_CPU.ffn, help="hidden width of an expert")
     add("--capacity-factor", type=float, default=_CPU.capacity_factor)
     add("--world", type=int, default=1, help="expert-parallel ranks, on this host")
-    add("--threads", type=int, default=_CPU.threads, help="threads of a rank")
+    add("--threads", type=int, help="of a rank; default: what the suite says, else 2")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL between ranks")
     add("--dtype", choices=DTYPES, default=_CPU.dtype)
     add("--without-experts", action="store_true", help="only multiply each row by its gate")
@@ -77,8 +77,9 @@ def cases_of(args: argparse.Namespace) -> tuple[Sizes, ...]:
     Raises:
         BenchError: They have no meaning.
     """
+    threads = {} if args.threads is None else {"threads": args.threads}
     if args.suite:
-        return SUITES[args.suite]
+        return tuple(replace(sizes, **threads) for sizes in SUITES[args.suite])
     return tuple(
         Sizes(
             experts=experts,
@@ -87,11 +88,11 @@ def cases_of(args: argparse.Namespace) -> tuple[Sizes, ...]:
             ffn=args.ffn,
             capacity_factor=args.capacity_factor,
             world=args.world,
-            threads=args.threads,
             device=args.device,
             dtype=args.dtype,
             without_experts=args.without_experts,
             accumulate=args.accumulate,
+            **threads,
         )
         for experts in args.experts
     )

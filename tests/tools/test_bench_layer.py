@@ -307,6 +307,16 @@ def test_the_published_tables_are_these():
     assert {each.device for each in bench_layer.SUITES["gpu"]} == {"cuda"}
 
 
+@pytest.mark.parametrize("argv", [["--suite", "cpu"], ["--experts", "8", "64"]])
+def test_threads_are_those_of_the_command_line_where_it_says_some(argv):
+    def threads(*more):
+        args = bench_layer.parser().parse_args([*argv, *more])
+        return {each.threads for each in bench_layer.cases_of(args) if each.world == 1}
+
+    assert threads() == {2}
+    assert threads("--threads", "3") == {3}
+
+
 def test_the_page_names_every_layer_and_its_commands_are_real():
     page = (Path(bench_layer.__file__).parents[1] / "docs" / "performance.md").read_text()
     commands = re.findall(r"^python tools/bench_layer\.py (.*)$", page, flags=re.MULTILINE)
