@@ -110,18 +110,17 @@ def as_json(results: list[CaseResult]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return 2 where the user has to change something."""
     args = parser().parse_args(argv)
+    console = Console(width=_WIDTH, highlight=False)
     results = []
     try:
         how = Passes(args.rounds, args.warmup, args.clock)
         for sizes in cases_of(args):
             print(f"Measuring {sizes.title} ...", file=sys.stderr, flush=True)
             results.append(run_case(sizes, how, only=args.only))
+            results[-1].print(console)
     except BenchError as error:
         print(error, file=sys.stderr)
         return 2
-    console = Console(width=_WIDTH, highlight=False)
-    for result in results:
-        result.print(console)
     console.print(NOTE)
     if args.json:
         args.json.write_text(json.dumps(as_json(results), indent=1) + "\n", encoding="utf-8")
