@@ -97,11 +97,10 @@ def test_every_saving_is_made_of_flags_that_exist(saving):
     args = parse_command_line(words).args
     assert (args.tensor_model_parallel_size, args.context_parallel_size) == (2, 2)
     assert args.num_virtual_stages_per_pipeline_rank == 2
-    assert args.use_megatron_fsdp == (saving[0] == "fully_sharded")
-    assert args.optimizer_cpu_offload == saving[1]
-    assert (
-        args.recompute_granularity == {"none": None, "moe": "selective", "full": "full"}[saving[2]]
-    )
+    assert args.use_megatron_fsdp == (saving.sharding == "fully_sharded")
+    assert args.optimizer_cpu_offload == saving.offload
+    granularity = {"none": None, "moe": "selective", "full": "full"}[saving.recompute]
+    assert args.recompute_granularity == granularity
     assert args.sequence_parallel
     assert args.bf16
     assert {word[2:] for word in words if word.startswith("--")} <= PLANNED_FLAGS
