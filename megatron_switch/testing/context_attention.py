@@ -1,9 +1,9 @@
-"""Causal attention over a sequence that context parallelism has cut, on any device.
+"""Causal attention over a context-parallel sequence, on any device.
 
-Megatron's plain attention refuses context parallelism, and Transformer Engine's knows it in half
-precision only. Layouts are compared in float32, on CPUs too, so this class does it in the simplest
-way there is: keys and values of the whole sequence are gathered, and queries stay where they are.
-It is for checking numbers, not for training: every rank holds all keys.
+Megatron's plain attention refuses context parallelism, and Transformer Engine's supports it in half
+precision only. Layouts are compared in float32, on CPUs too, so this class all-gathers the keys and
+values of the whole sequence for the local queries. It is for checking numbers, not for training:
+every rank holds all keys.
 
 Guaranteed: with one context-parallel rank, or any number, the values and gradients are those of
 plain causal softmax attention on the undivided sequence.

@@ -1,15 +1,15 @@
-"""Named tensors of a model, independent of its layout: to start it, and to compare what it became.
+"""Tensors of a model by global name, independent of its layout: to initialise and to compare it.
 
-A distributed checkpoint gives every tensor a global name and shape, and says which part of it a
-rank holds. The same description serves to
+A distributed checkpoint gives every tensor a global name and shape, and the part of it that a rank
+holds. The same description serves to
 
-* start a model anywhere with the same numbers (:func:`set_weights`): each whole tensor is drawn
-  from a generator that is keyed by its name, then cut;
+* initialise a model in any layout with the same numbers (:func:`set_weights`): each whole tensor
+  is drawn from a generator that is keyed by its name, then sliced;
 * compare weights or gradients with those of another layout (:class:`NamedTensors`), name by name.
 
 Norms start near one and biases near zero; all other weights are normal with deviation
-``1 / sqrt(last dim)``, so that activations, logits of the router and gradients are of order one and
-nothing that a layout could get wrong hides behind a zero.
+``1 / sqrt(last dim)``, so that activations, router logits and gradients are of order one and no
+error of a layout is hidden by zeros.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class Part:
 
 
 def set_weights(chunks: Sequence[nn.Module]) -> None:
-    """Give every parameter of the model the start that its name says, in place.
+    """Initialise every parameter of the model by its name, in place.
 
     Args:
         chunks: The model chunks of this rank.
@@ -61,7 +61,7 @@ def set_weights(chunks: Sequence[nn.Module]) -> None:
 
 
 def start_of(key: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the start of a whole tensor: float32, on the CPU."""
+    """Return the initial values of a whole tensor: float32, on the CPU."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
     normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if "norm" in key and key.endswith("weight"):

@@ -1,8 +1,8 @@
-"""Write a file so that nobody ever sees half of it.
+"""Write a file atomically.
 
-The text goes to a temporary file in the same folder, reaches the disk, and is then
-renamed over the old one. Whoever reads the name meanwhile, or after the process or the
-machine died, finds the old content or the new one, never a mixture and never nothing.
+The text goes to a temporary file in the same folder, is flushed to the disk, and is then renamed
+over the old one. A reader finds the old content or the new one, never a mixture and never nothing,
+also after a crash of the process or the machine.
 """
 
 import os

@@ -4,9 +4,9 @@ from argparse import SUPPRESS, Action, HelpFormatter
 
 
 class ShowingDefaults(HelpFormatter):
-    """Adds to each flag its default, where there is one and the text does not say it already.
+    """Adds to each flag its default, where there is one and the text does not contain it already.
 
-    Megatron's texts hold percent signs that argparse takes for its own; they are shown as they are.
+    Megatron's texts contain percent signs that argparse would interpret; they are shown literally.
     """
 
     def _get_help_string(self, action: Action) -> str:

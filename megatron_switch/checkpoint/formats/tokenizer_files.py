@@ -1,4 +1,4 @@
-"""A model's tokenizer, from one format's files to the other's.
+"""Convert the files of a model's tokenizer between the formats.
 
 To Megatron: the files are copied into the checkpoint's folder, and the flags name them there. To
 Hugging Face: a tokenizer in its format is copied; a SentencePiece model is written as
@@ -78,14 +78,14 @@ def write_tokenizer(args: Namespace, folder: Path, where: Path) -> str:
 
 
 def find_tokenizer(path: Path, where: Path) -> Path | None:
-    """Return where a tokenizer is: as stored, or beside a checkpoint that was moved with it."""
+    """Return the path of a tokenizer: as stored, or beside a checkpoint that was moved with it."""
     beside = where / path.parent.name / path.name
     moved = where / path.name
     return next((each for each in (path, beside, moved) if each.exists()), None)
 
 
 def _of_t5(args: Namespace) -> bool:
-    """Whether the tokenizer is that of a T5, which puts the end token behind every text."""
+    """Whether the tokenizer is that of a T5, which appends the end token to every text."""
     return getattr(args, "switch_arch", "gpt") == "t5"
 
 

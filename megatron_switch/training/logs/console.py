@@ -7,7 +7,7 @@ that nobody foresaw is seen. A sound run produces half a dozen warnings that nee
 kind, and the screen has one line that says so.
 
 The log lives in a temporary file, which stays only if the run fails. With a run folder it moves
-there once the run is sure to start, so that a refused one leaves no trace.
+there once the checks before training have passed, so that a refused run leaves no files.
 """
 
 import logging
@@ -56,7 +56,7 @@ class Console:
 
     Args:
         log_folder: Folder of one log a rank after :meth:`commit_log`; None for a temporary file.
-        rank: This process's rank; only rank 0 speaks through :meth:`say`.
+        rank: This process's rank; only rank 0 prints through :meth:`say`.
     """
 
     def __init__(self, log_folder: Path | None, *, rank: int) -> None:
@@ -88,9 +88,9 @@ class Console:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give everything back; keep a temporary log only if the run failed.
+        """Restore everything; keep a temporary log only if the run failed.
 
-        A mistake of the user's is explained by its message, so that its log can go too.
+        A user error is explained by its message, so its log is removed too.
         """
         self._stack.close()
         if not self._temporary:

@@ -1,8 +1,8 @@
 """Warnings that a sound run produces, and what each of them means.
 
 Megatron, torch and their libraries warn of things that a user of this program can do nothing about.
-They stand in the log, all of them; here is the sentence that goes with the first of each kind. A
-command that keeps no log leaves them out, and shows any other.
+All of them are in the log, the first of each kind with its sentence from this table. A command
+without a log hides them, and shows any other warning.
 """
 
 import re
