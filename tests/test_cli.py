@@ -137,6 +137,7 @@ print([name for name in ("torch", "megatron.core") if name in sys.modules])
         (["launch-local", "-n"], 2),
         (["launch-local", "-n", "2", "--num-expert", "8"], 2),
         (["train", "--num-expert", "8"], 2),
+        (["rehearse", "--world-size", "8", "--", "--num-expert", "8"], 2),
         (["train", "--help"], 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

@@ -6,7 +6,7 @@ mean the same model.
 """
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_switch.architecture.field_names import flag_of, read_field
@@ -14,7 +14,7 @@ from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.architecture.model import T5_ARGUMENTS, Architecture, described
 from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.argv import flag_key
+from megatron_switch.flags.argv import flag_key, flags_of_argv
 from megatron_switch.flags.train_flags import flag_names, suggestion
 from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.workload import Capacity
@@ -60,6 +60,18 @@ def read_model(name: str, *, flag: str = "--model") -> dict[str, object]:
             raise file.error(key, f"there is no flag --{name}.{suggestion(name)}")
         flags[name] = value
     return flags
+
+
+def flags_with_model(argv: Sequence[str]) -> dict[str, object]:
+    """Return the flags of a command line and, behind them, of the model of ``--switch-model``.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    given = flags_of_argv(argv)
+    if "switch-model" not in given:
+        return given
+    return {**read_model(str(given["switch-model"]), flag="--switch-model"), **given}
 
 
 def model_from_flags(flags: Flags, *, padded: bool = True) -> Architecture:

@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(options: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Print the bindings of this host, or of this rank; 1 where a rank is bound badly.
 
     Raises:
@@ -36,7 +36,7 @@ def run(options: Namespace) -> int:
     """
     bindings = read_bindings()
     local = _first(_LOCAL_RANK)
-    if local is None or options.all:
+    if local is None or args.all:
         _print_all(bindings)
         return 0
     return _print_one(bindings, int(local))

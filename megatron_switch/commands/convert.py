@@ -9,7 +9,7 @@ convert verify --hf DIR --megatron DIR
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatron_switch.commands.argument_types import count
+from megatron_switch.utils.argument_types import count
 
 DTYPE_NAMES = ("keep", "bf16", "fp32")
 MODEL_TYPES = (

@@ -8,7 +8,6 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatron_switch.commands.argument_types import count
 from megatron_switch.flags.argv import attribute_of
 from megatron_switch.migration.deepspeed import Job, check_job, translate_config
 from megatron_switch.migration.moe_arguments import (
@@ -16,6 +15,7 @@ from megatron_switch.migration.moe_arguments import (
     translate_moe,
 )
 from megatron_switch.migration.translation import Translation
+from megatron_switch.utils.argument_types import count
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,20 +39,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser._option_string_actions["--" + attribute_of(flag)] = action
 
 
-def run(options: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Print flags, launch line and notes, and return the exit code.
 
     Raises:
         ConfigError: If the file or the arguments cannot be used.
     """
-    known = options.num_nodes is not None or options.num_gpus is not None
-    nodes, gpus = options.num_nodes or 1, options.num_gpus or 1
-    job = Job(nodes * gpus if known else None, options.model_parallel_size)
+    known = args.num_nodes is not None or args.num_gpus is not None
+    nodes, gpus = args.num_nodes or 1, args.num_gpus or 1
+    job = Job(nodes * gpus if known else None, args.model_parallel_size)
     check_job(job)
-    found = translate_config(Path(options.config), job)
-    translate_moe(options, found)
-    if options.model_parallel_size > 1 and "--tensor-model-parallel-size" not in found.flags:
-        found.set("--tensor-model-parallel-size", options.model_parallel_size)
+    found = translate_config(Path(args.config), job)
+    translate_moe(args, found)
+    if args.model_parallel_size > 1 and "--tensor-model-parallel-size" not in found.flags:
+        found.set("--tensor-model-parallel-size", args.model_parallel_size)
         found.set("--sequence-parallel")
     print(_launch_line(found, nodes, gpus))
     for note in found.notes:

@@ -5,9 +5,9 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 
-from megatron_switch.commands.argument_types import count
 from megatron_switch.commands.train import ShowAllFlags
 from megatron_switch.flags.train_flags import refuse_unknown
+from megatron_switch.utils.argument_types import count
 from megatron_switch.utils.exit_codes import reporting_errors
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_switch.architecture.model_flags import model_names
-from megatron_switch.commands.argument_types import count
 from megatron_switch.commands.plan_report import PlanReport
 from megatron_switch.errors import ConfigError
 from megatron_switch.layout.grid import Layout
@@ -36,48 +35,49 @@ from megatron_switch.planner.plan_file import plans_as_json
 from megatron_switch.planner.planned_model import PlannedModel, planned_model
 from megatron_switch.planner.request import PlanRequest
 from megatron_switch.planner.search import BestPlans, find_plans
+from megatron_switch.utils.argument_types import count
 
 _FACTORS = (1.0, 1.1, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0)
 _BATCH_TOKENS = 2**20  # as in the Switch paper
 _WIDE = 200
 
 
-def run(options: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Plan, print, and return the exit code.
 
     Raises:
         SwitchError: If nothing can be planned; the message says what would help.
     """
-    _check_options(options)
-    model = planned_model(options.model, options.train_flags)
-    hardware = _hardware(options)
-    if options.grid is not None:
-        form = GridProduct.parse(options.grid)
-        options.nodes = options.nodes or max(1, form.world_size // hardware.gpus_per_node)
-    request = _request(options, model, hardware)
-    if options.measured_step is not None:
-        request = _with_measured_step(request, options.measured_step)
-    if options.write_hardware is not None:
+    _check_options(args)
+    model = planned_model(args.model, args.train_flags)
+    hardware = _hardware(args)
+    if args.grid is not None:
+        form = GridProduct.parse(args.grid)
+        args.nodes = args.nodes or max(1, form.world_size // hardware.gpus_per_node)
+    request = _request(args, model, hardware)
+    if args.measured_step is not None:
+        request = _with_measured_step(request, args.measured_step)
+    if args.write_hardware is not None:
         text = json.dumps(hardware_as_json(request.hardware), indent=2)
-        Path(options.write_hardware).write_text(text + "\n", encoding="utf-8")
+        Path(args.write_hardware).write_text(text + "\n", encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else _WIDE, soft_wrap=True)
     report = PlanReport(console, request, model.argv)
-    if options.grid is not None:
+    if args.grid is not None:
         return _answer_grid(form, request, report, model)
-    plans = find_plans(request, count=options.count)
-    if options.json:
+    plans = find_plans(request, count=args.count)
+    if args.json:
         print(json.dumps(plans_as_json(plans.best, request, model.argv), indent=2))
         return 0
     report.head(model.name)
-    if options.explain is not None:
-        report.explained(_numbered(plans, options.explain))
-    elif options.sweep_capacity:
+    if args.explain is not None:
+        report.explained(_numbered(plans, args.explain))
+    elif args.sweep_capacity:
         report.capacity_sweep(_sweep(plans.best[0], request))
         report.caveat()
     else:
         report.best(plans)
-    if options.topology is not None:
-        _place(options, plans.best[0], request, report)
+    if args.topology is not None:
+        _place(args, plans.best[0], request, report)
     return 0
 
 
@@ -153,44 +153,42 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def _check_options(options: Namespace) -> None:
-    if options.write_hostfile is not None and options.topology is None:
+def _check_options(args: Namespace) -> None:
+    if args.write_hostfile is not None and args.topology is None:
         raise ConfigError("--write-hostfile writes the order of --topology's nodes: give both.")
-    if options.json and (options.explain is not None or options.sweep_capacity):
+    if args.json and (args.explain is not None or args.sweep_capacity):
         raise ConfigError("--json prints plans: leave out --explain and --sweep-capacity.")
-    step = options.measured_step
+    step = args.measured_step
     if step is not None and not 0 < step < math.inf:
         raise ConfigError(f"--measured-step takes seconds above 0, got {step}.")
 
 
-def _hardware(options: Namespace) -> Hardware:
-    hardware = load_hardware(options.hardware, gpus_per_node=options.gpus_per_node)
-    if options.fit is not None:
-        runs = [run for path in options.fit for run in read_runs(Path(path))]
+def _hardware(args: Namespace) -> Hardware:
+    hardware = load_hardware(args.hardware, gpus_per_node=args.gpus_per_node)
+    if args.fit is not None:
+        runs = [run for path in args.fit for run in read_runs(Path(path))]
         hardware = fitted_hardware(hardware, runs)
     return hardware
 
 
-def _request(options: Namespace, model: PlannedModel, hardware: Hardware) -> PlanRequest:
-    nodes = options.nodes or 1
+def _request(args: Namespace, model: PlannedModel, hardware: Hardware) -> PlanRequest:
+    nodes = args.nodes or 1
     ranks = nodes * hardware.gpus_per_node
-    batch = options.global_batch_size or model.global_batch_size
+    batch = args.global_batch_size or model.global_batch_size
     if batch is None:
         batch = max(_BATCH_TOKENS // model.training.seq_length, ranks)
     training = replace(
         model.training,
         global_batch_size=batch,
-        transformer_engine=options.transformer_engine or model.training.transformer_engine,
+        transformer_engine=args.transformer_engine or model.training.transformer_engine,
     )
     return PlanRequest(
         model=model.model,
         training=training,
         hardware=hardware,
         nodes=nodes,
-        shardings=("distributed",)
-        if options.no_fully_sharded
-        else ("distributed", "fully_sharded"),
-        offloads=(False,) if options.no_offload else (False, True),
+        shardings=("distributed",) if args.no_fully_sharded else ("distributed", "fully_sharded"),
+        offloads=(False,) if args.no_offload else (False, True),
         dispatches=model.dispatches,
         fixed=model.fixed,
     )
@@ -254,16 +252,16 @@ def _as_asked(request: PlanRequest, layout: Layout) -> LayoutPlan:
     return evaluate(request, layout, training)
 
 
-def _place(options: Namespace, plan: LayoutPlan, request: PlanRequest, report: PlanReport) -> None:
-    leaf_of = read_topology(Path(options.topology))
+def _place(args: Namespace, plan: LayoutPlan, request: PlanRequest, report: PlanReport) -> None:
+    leaf_of = read_topology(Path(args.topology))
     if len(leaf_of) != request.nodes:
         raise ConfigError(
-            f"{options.topology} names {len(leaf_of)} nodes and the plan is for {request.nodes}. "
+            f"{args.topology} names {len(leaf_of)} nodes and the plan is for {request.nodes}. "
             "Give the lines of the job's nodes only, or change --nodes."
         )
     spread = request.hardware.expert_spread(plan.layout)
     placement = order_nodes(leaf_of, spread.nodes)
     report.placement(placement, before=whole_blocks(leaf_of, spread.nodes))
-    if options.write_hostfile is not None:
+    if args.write_hostfile is not None:
         names = [node for node in placement.nodes for _ in range(request.hardware.gpus_per_node)]
-        Path(options.write_hostfile).write_text("\n".join(names) + "\n", encoding="utf-8")
+        Path(args.write_hostfile).write_text("\n".join(names) + "\n", encoding="utf-8")

@@ -17,34 +17,36 @@ from importlib.util import find_spec
 from rich.console import Console
 
 from megatron_switch.architecture.model_flags import (
+    flags_with_model,
     model_file,
     model_names,
     read_model,
 )
-from megatron_switch.commands.argument_types import count
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.argv import flags_of_argv
+from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.sizes import Sizes
+from megatron_switch.utils.argument_types import count
 
 _WIDE = 120
 _GPU_LIBRARIES = ("transformer_engine", "apex")
 
 
-def run(options: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Rehearse, print, and return the exit code.
 
     Raises:
         SwitchError: What the launch would raise, or what cannot be rehearsed.
     """
-    flags: list[str] = options.train_flags
-    if options.model is not None:
-        flags = [*launch_argv(options.model, options.world_size), *flags]
+    flags: list[str] = args.train_flags
+    if args.model is not None:
+        flags = [*launch_argv(args.model, args.world_size), *flags]
     elif not flags:
         raise ConfigError(
             "A rehearsal needs the flags of a launch: give them after --, or name a model with "
             f"--model ({', '.join(model_names())})."
         )
+    refuse_unknown(flags)
     _hide_gpu_libraries()
     from megatron_switch.emulation import import_megatron
 
@@ -53,19 +55,19 @@ def run(options: Namespace) -> int:
     from megatron_switch.rehearsal.report import as_json
     from megatron_switch.rehearsal.tables import show
 
-    launch = Launch(options.world_size, options.ranks_per_node, tuple(flags))
-    ranks = _ranks(options, flags)
+    launch = Launch(args.world_size, args.ranks_per_node, tuple(flags))
+    ranks = _ranks(args, flags)
     reports = []
     for report in rehearse_ranks(launch, ranks):
         reports.append(report)
         if len(ranks) > 1:
             done = f"{len(reports)} of {len(ranks)}"
             print(f"rank {report.rank} is rehearsed ({done})", file=sys.stderr, flush=True)
-    if options.json:
+    if args.json:
         values = as_json(
             reports,
-            world_size=options.world_size,
-            ranks_per_node=options.ranks_per_node,
+            world_size=args.world_size,
+            ranks_per_node=args.ranks_per_node,
             flags=flags,
         )
         print(json.dumps(values, indent=2))
@@ -121,19 +123,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
-def _ranks(options: Namespace, flags: Sequence[str]) -> list[int]:
+def _ranks(args: Namespace, flags: Sequence[str]) -> list[int]:
     from megatron_switch.rehearsal.ranks import sample
 
-    world_size: int = options.world_size
-    if options.rank is not None:
-        outside = [rank for rank in options.rank if not 0 <= rank < world_size]
+    world_size: int = args.world_size
+    if args.rank is not None:
+        outside = [rank for rank in args.rank if not 0 <= rank < world_size]
         if outside:
             raise ConfigError(
                 f"A launch of {world_size} ranks has ranks 0 to {world_size - 1}, got --rank "
                 f"{outside[0]}. Change --rank or --world-size."
             )
-        return list(dict.fromkeys(options.rank))
-    return sample(Sizes.of_flags(world_size, FlagValues(flags_of_argv(flags))))
+        return list(dict.fromkeys(args.rank))
+    return sample(Sizes.of_flags(world_size, FlagValues(flags_with_model(flags))))
 
 
 def _hide_gpu_libraries() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_switch.commands.argument_types import count
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import split_train_flags
 from megatron_switch.launch.environment import generation_of
@@ -22,26 +21,27 @@ from megatron_switch.launch.job import Container, LaunchJob
 from megatron_switch.launch.render import rehearsal_flags, render_sbatch, render_shell
 from megatron_switch.planner.hardware.cluster import load_hardware, preset_names
 from megatron_switch.planner.plan_file import read_plan
+from megatron_switch.utils.argument_types import count
 from megatron_switch.utils.atomic_file import renamed_into_place
 
 _HARDWARE = "h100-80gb-ndr"
 
 
-def run(options: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Write the scripts, say how they are started, and return the exit code.
 
     Raises:
         SwitchError: If the job cannot be launched, or the scripts cannot be written.
     """
-    job = _job(options, options.train_flags)
-    generation = options.generation or generation_of(job.hardware.gpu)
-    command = ["megatron-switch", "render-launch", *_without_output(options.argv)]
-    folder = Path(options.output)
+    job = _job(args, args.train_flags)
+    generation = args.generation or generation_of(job.hardware.gpu)
+    command = ["megatron-switch", "render-launch", *_without_output(args.argv)]
+    folder = Path(args.output)
     texts = {
         folder / f"{job.name}.sbatch": render_sbatch(job, generation, command),
         folder / f"{job.name}.sh": render_shell(job, generation, command),
     }
-    _write(texts, force=options.force)
+    _write(texts, force=args.force)
     for note in job.notes:
         print(f"Note: {note}")
     sbatch, shell = map(str, texts)
@@ -123,16 +123,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace scripts that exist")
 
 
-def _job(options: Namespace, flags: Sequence[str]) -> LaunchJob:
-    nodes, gpus = options.nodes or 1, options.gpus_per_node
-    hardware = options.hardware or _HARDWARE
-    if options.plan is not None:
-        planned = read_plan(Path(options.plan), number=options.number)
-        nodes, gpus = options.nodes or planned.nodes, gpus or planned.gpus_per_node
+def _job(args: Namespace, flags: Sequence[str]) -> LaunchJob:
+    nodes, gpus = args.nodes or 1, args.gpus_per_node
+    hardware = args.hardware or _HARDWARE
+    if args.plan is not None:
+        planned = read_plan(Path(args.plan), number=args.number)
+        nodes, gpus = args.nodes or planned.nodes, gpus or planned.gpus_per_node
         if nodes * gpus != planned.world_size:
             # Says so, with the file's name.
-            read_plan(Path(options.plan), world_size=nodes * gpus, number=options.number)
-        hardware = options.hardware or planned.gpu
+            read_plan(Path(args.plan), world_size=nodes * gpus, number=args.number)
+        hardware = args.hardware or planned.gpu
         flags = [*planned.flags, *flags]
     if not flags:
         raise ConfigError(
@@ -140,28 +140,28 @@ def _job(options: Namespace, flags: Sequence[str]) -> LaunchJob:
             "'megatron-switch train' after --."
         )
     container = None
-    if options.container_image is not None:
-        mounts, workdir = tuple(options.container_mount), options.container_workdir
-        container = Container(options.container_image, mounts, workdir)
-    elif options.container_mount or options.container_workdir:
+    if args.container_image is not None:
+        mounts, workdir = tuple(args.container_mount), args.container_workdir
+        container = Container(args.container_image, mounts, workdir)
+    elif args.container_mount or args.container_workdir:
         raise ConfigError(
             "--container-mount and --container-workdir belong to a container: add "
             "--container-image, or leave them out."
         )
     node = load_hardware(hardware)
     return LaunchJob(
-        name=options.name,
+        name=args.name,
         nodes=nodes,
         hardware=node if gpus is None else replace(node, gpus_per_node=gpus),
         flags=tuple(flags),
-        run_dir=options.run_dir,
-        shape=options.shape,
-        time_limit=options.time,
-        save_seconds=options.save_seconds,
-        sbatch=tuple(options.sbatch),
+        run_dir=args.run_dir,
+        shape=args.shape,
+        time_limit=args.time,
+        save_seconds=args.save_seconds,
+        sbatch=tuple(args.sbatch),
         container=container,
-        hostfile=options.hostfile,
-        bind=not options.no_numa_binding,
+        hostfile=args.hostfile,
+        bind=not args.no_numa_binding,
     )
 
 

@@ -3,9 +3,9 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatron_switch.commands.argument_types import count
 from megatron_switch.flags.argv import attribute_of
 from megatron_switch.layout.sizes import FLAGS
+from megatron_switch.utils.argument_types import count
 
 _SIZES = ("tp", "pp", "ep", "etp")  # data parallelism is what is left of the ranks
 

@@ -8,8 +8,8 @@ of the new model is reported beside the dense one's.
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatron_switch.commands.argument_types import count, not_negative
 from megatron_switch.errors import DataError
+from megatron_switch.utils.argument_types import count, not_negative
 
 
 def add_arguments(parser: ArgumentParser) -> None:

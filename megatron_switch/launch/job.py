@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_switch.architecture.model_flags import read_model
+from megatron_switch.architecture.model_flags import flags_with_model
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown
@@ -135,9 +135,7 @@ class LaunchJob:
     @cached_property
     def values(self) -> FlagValues:
         """The flags by name, those of ``--switch-model`` included."""
-        given = flags_of_argv(self.flags)
-        model = given.get("switch-model")
-        return FlagValues(given if model is None else {**read_model(str(model)), **given})
+        return FlagValues(flags_with_model(self.flags))
 
     @property
     def gpus_per_node(self) -> int:

@@ -11,6 +11,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from megatron_switch.errors import ConfigError
 from megatron_switch.migration.translation import Translation
+from megatron_switch.utils.argument_types import count
 
 _SWITCH_OFF = ("false", "no", "0", "off")
 _SWITCH_ON = ("true", "yes", "1", "on")
@@ -19,9 +20,9 @@ _SWITCH_ON = ("true", "yes", "1", "on")
 def add_moe_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of DeepSpeed's layer to a parser."""
     group = parser.add_argument_group("arguments of deepspeed.moe.layer.MoE")
-    group.add_argument("--num-experts", type=_count, metavar="N")
-    group.add_argument("--ep-size", "--expert-parallel-size", type=_count, metavar="N")
-    group.add_argument("--k", "--topk", type=_count, default=1, metavar="N")
+    group.add_argument("--num-experts", type=count, metavar="N")
+    group.add_argument("--ep-size", "--expert-parallel-size", type=count, metavar="N")
+    group.add_argument("--k", "--topk", type=count, default=1, metavar="N")
     group.add_argument("--capacity-factor", type=_finite, default=1.0, metavar="X")
     group.add_argument("--eval-capacity-factor", type=_finite, default=1.0, metavar="X")
     group.add_argument("--min-capacity", type=int, default=4, metavar="N")
@@ -35,14 +36,8 @@ def add_moe_arguments(parser: ArgumentParser) -> None:
     )
     group.add_argument("--moe-loss-coeff", type=_finite, metavar="X", help="of l_aux, in your loss")
     group.add_argument(
-        "--expert-interval", type=_count, metavar="N", help="every Nth layer is sparse"
+        "--expert-interval", type=count, metavar="N", help="every Nth layer is sparse"
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"takes a whole number above 0, got '{text}'")
-    return int(text)
 
 
 def _finite(text: str) -> float:

@@ -70,6 +70,7 @@ def test_known_flags_and_their_values_pass():
     "words",
     [
         ["plan", "--model", "gpt-1.6t-128", "--", "--bogus-flag"],
+        ["rehearse", "--world-size", "8", "--", "--num-layers", "2", "--bogus-flag"],
         ["render-launch", "--run-dir", "run", "--", "--num-layers", "2", "--bogus-flag"],
     ],
 )
