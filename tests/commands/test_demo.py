@@ -69,9 +69,9 @@ def test_the_demo_itself_on_a_corpus_of_its_size_in_small(tmp_path):
     program = f"""
         import sys
         from megatron_switch.cli import main
-        from megatron_switch.commands import demo
-        prepare = demo._prepare
-        demo._prepare = lambda source, *words: prepare({str(text)!r}, *words)
+        from megatron_switch.data.preparation import prepare
+        from pathlib import Path
+        prepare.library_root = lambda: Path({str(text)!r})
         sys.exit(main(sys.argv[1:]))
     """
     words = ["demo", "--iterations", "10", "--vocab-size", "400", "--output", str(tmp_path)]
