@@ -1,14 +1,14 @@
 """One record per iteration, as JSON lines, fed by what Megatron writes to TensorBoard.
 
-Megatron's loop has no seam for per-iteration values except its TensorBoard writer: loss, gradient
+Megatron's loop has no hook for per-iteration values except its TensorBoard writer: loss, gradient
 norm and learning rate pass through ``add_scalar`` on the last rank, each iteration. A
-:class:`StepWriter` sits in that slot, forwards everything to the real writer, and joins what it
-sees with the routing report of the same iteration. An evaluation has a record of its own, of the
+:class:`StepWriter` takes the writer's place, forwards everything to the real one, and joins the
+values with the routing report of the same iteration. An evaluation has a record of its own, of the
 same form without what only a training step has; its router losses are those of its own tokens.
 
 A run that resumes at iteration N drops the records from N on that an interrupted run had written
-already, so that every iteration stands in the file once. The file is strict JSON: a value that is
-not finite, such as the gradient norm of a skipped fp16 step, is null.
+already, so that every iteration is in the file once. The file is strict JSON: a value that is not
+finite, such as the gradient norm of a skipped fp16 step, is null.
 """
 
 import json
@@ -58,7 +58,7 @@ class MetricsFile:
 
 
 class StepWriter:
-    """Stands in Megatron's TensorBoard slot on the last rank.
+    """Takes the place of Megatron's TensorBoard writer on the last rank.
 
     Args:
         tensorboard: The real writer, or None without ``--tensorboard-dir``.
@@ -88,7 +88,7 @@ class StepWriter:
         self._evaluated: tuple[str, float | None] = ("", None)
 
     def add_scalar(self, tag: str, value: Any, step: int, *args: Any, **kwargs: Any) -> None:
-        """Forward to TensorBoard, and keep what belongs into the iteration's record."""
+        """Forward to TensorBoard, and keep what belongs to the iteration's record."""
         if self._tensorboard is not None:
             self._tensorboard.add_scalar(tag, value, step, *args, **kwargs)
         if tag in _NAMES:
@@ -111,13 +111,13 @@ class StepWriter:
         self.finish_iteration()
 
     def finish_iteration(self) -> None:
-        """Write the record under way, if there is one."""
+        """Write the current record, if there is one."""
         record, self._record = self._record, {}
         if record and self._metrics is not None:
             self._metrics.write(record)
 
     def _record_of(self, step: int) -> dict[str, Any]:
-        """Return the record under way, a new one where an iteration begins."""
+        """Return the current record, a new one where an iteration begins."""
         if self._record.get("iteration") != step:
             self.finish_iteration()
             self._record = {"iteration": step, "kind": "train", **dict.fromkeys(_NAMES.values())}
@@ -139,7 +139,7 @@ class StepWriter:
         The router's losses are those of the evaluated tokens, raw, and no part of ``lm_loss``.
 
         Returns:
-            What was logged of the routing, by name.
+            The logged values of the routing, by name.
         """
         self.finish_iteration()
         (name, loss), self._evaluated = self._evaluated, ("", None)
@@ -155,7 +155,7 @@ class StepWriter:
         return {f"{name} {split}": value for name, value in scalars.items()}
 
     def __getattr__(self, name: str) -> Any:
-        """Answer every other method as TensorBoard's writer would; do nothing without one."""
+        """Return every other method of TensorBoard's writer, or without one a no-op."""
         if name.startswith("__"):
             raise AttributeError(name)
         return _ignore if self._tensorboard is None else getattr(self._tensorboard, name)
@@ -184,12 +184,12 @@ def _finite(value: Any) -> float | None:
 
 
 def _place(record: dict[str, Any]) -> tuple[int, bool]:
-    """Return where a record stands in the file: an iteration, then its evaluations."""
+    """Return a record's sort key in the file: an iteration, then its evaluations."""
     return record["iteration"], record["kind"] != "train"
 
 
 def _place_of_line(line: str) -> tuple[int, bool]:
-    """Return the place of a line; a torn line counts as the newest."""
+    """Return the sort key of a line; a truncated line counts as the newest."""
     try:
         return _place(json.loads(line))
     except (ValueError, KeyError):
@@ -197,4 +197,4 @@ def _place_of_line(line: str) -> tuple[int, bool]:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Take the place of a TensorBoard method where there is no TensorBoard."""
+    """Replace a TensorBoard method where there is no TensorBoard."""

@@ -66,7 +66,7 @@ class ForwardStep:
 
     Args:
         seed: Seed of the run, part of the key of Switch layers' noise.
-        keyed: Whether any Switch layer draws noise, so that micro-batches must be named.
+        keyed: Whether any Switch layer draws noise, so that micro-batches need keys.
         on_evaluation: Called before each micro-batch of an evaluation, once for all model chunks.
     """
 
@@ -109,9 +109,9 @@ class ForwardStep:
     def evaluated_split(self) -> int:
         """Return what the last evaluation read: 0 the validation data, 1 the test data.
 
-        Megatron names the split only in a text. It reads validation data first whenever there are
-        any, and each split has one iterator a model chunk for good. With several validation sets it
-        knows no test data. Ranks that read no data answer 0.
+        Megatron names the split only in a printed text. It reads validation data first whenever
+        there are any, and each split keeps one iterator per model chunk. With several validation
+        sets there is no test data. Ranks that read no data return 0.
         """
         splits_seen = max(map(len, self._evaluation_iterators.values()), default=0)
         args = get_args()
@@ -127,10 +127,10 @@ class ForwardStep:
             seen.append(data_iterator)
 
     def _micro_batch_key(self, vp_stage: int | None) -> int:
-        """Hash what names this micro-batch in the run, in any layout.
+        """Return a hash that identifies this micro-batch in the run, in any layout.
 
         A schedule runs the micro-batches of a chunk in order, so counting calls numbers them; the
-        count wraps around where an iteration is run again to check a suspicious result.
+        count wraps around where Megatron runs an iteration again to check a result.
         """
         iteration = get_args().curr_iteration
         if iteration != self._iteration:
@@ -170,7 +170,7 @@ class T5ForwardStep(ForwardStep):
 
 
 def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return what Megatron wants of a loss function.
+    """Return the values that Megatron expects of a loss function.
 
     Args:
         loss_mask_BS: 1.0 where a token's loss counts.
@@ -187,14 +187,14 @@ def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def over_context_ranks(loss: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Let a loss be the mean over a whole micro-batch, whichever context ranks hold it.
+    """Return a loss that is the mean over a whole micro-batch, whichever context ranks hold it.
 
     Unless the loss is counted per token, Megatron divides a rank's sum by the rank's own tokens and
     averages over ranks. Context ranks hold parts of one micro-batch, and its mean is not the mean
     of theirs where they have unequal numbers of tokens in the loss.
 
     Args:
-        loss: What :func:`masked_loss` gives, for the part of this rank.
+        loss: :func:`masked_loss` of this rank's part.
     """
     size = parallel_state.get_context_parallel_world_size()
     if size <= 1 or get_args().calculate_per_token_loss:
@@ -215,7 +215,7 @@ def reads_data(vp_stage: int | None) -> bool:
         vp_stage: Number of the chunk on its pipeline stage, or None if there is one.
     """
     args = get_args()
-    if args.full_validation:  # whose length Megatron asks for on every rank
+    if args.full_validation:  # Megatron takes the data's length on every rank
         return True
     needed = _at_an_end(vp_stage) or _has_masks(args)
     return needed and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -283,7 +283,7 @@ def _at_an_end(vp_stage: int | None) -> bool:
 def _at_the_end(
     args: Namespace, given: dict[str, Any], size: int, vp_stage: int | None
 ) -> dict[str, Any]:
-    """Share tokens or labels over tensor ranks; the masks are shared already."""
+    """Send tokens or labels to all tensor ranks, which have the masks already."""
     batch: dict[str, Any] = get_batch_on_this_tp_rank(
         dict(given),
         has_cu_seqlens=False,
@@ -316,7 +316,7 @@ def _shared_masks(args: Namespace, given: dict[str, Any], size: int) -> dict[str
     masks: dict[str, Tensor | None] = dict.fromkeys((PADDING_MASK, "attention_mask"))
     for key, shape in shapes.items():
         mask = given[key]
-        if mask is None:  # what others send, or a batch that says nothing of padding: none
+        if mask is None:  # a buffer to receive, or a batch without a mask: no padding
             mask = torch.zeros(shape, dtype=torch.bool, device=torch.cuda.current_device())
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             dist.broadcast(
@@ -329,7 +329,7 @@ def _shared_masks(args: Namespace, given: dict[str, Any], size: int) -> dict[str
 
 
 def _loss_tokens(args: Namespace, loss_mask_BS: Tensor | None) -> Tensor | None:
-    """Return the number of tokens in the loss, on every tensor rank, where routers weigh by it."""
+    """Return the number of tokens in the loss, on every tensor rank, where routers need it."""
     if not (args.num_experts and args.calculate_per_token_loss):
         return None
     count = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
