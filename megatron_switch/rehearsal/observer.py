@@ -122,7 +122,6 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             train_step: Megatron's.
             report: Receives the observation, before :class:`SystemExit` with code 0.
         """
-        original = train_step
 
         def observed_train_step(
             forward_step_func: Any,
@@ -135,7 +134,7 @@ class StepObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             **kwargs: Any,
         ) -> Any:
             def step(forward_backward: Callable[..., Any]) -> None:
-                original(
+                train_step(
                     forward_step_func,
                     data_iterator,
                     model,
