@@ -88,9 +88,7 @@ class Architecture:
     share_embeddings_and_output_weights: bool = field(
         default=True,
         metadata=known_as(
-            "tie_word_embeddings",
-            "tie_word_embeddings",
-            off="untie-embeddings-and-output-weights",
+            "tie_word_embeddings", "tie_word_embeddings", off="untie-embeddings-and-output-weights"
         ),
     )
     """Whether the head is the embedding."""

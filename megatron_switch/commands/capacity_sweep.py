@@ -32,13 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"capacity factors; a negative one drops nothing (default: {DEFAULT_FACTORS}). Write "
         "--factors=-1,2 where the first is negative.",
     )
-    add(
-        "--samples",
-        type=int,
-        default=256,
-        metavar="N",
-        help="validation sequences to evaluate on",
-    )
+    add("--samples", type=int, default=256, metavar="N", help="validation sequences to evaluate on")
     add(
         "--micro-batch-size",
         type=int,

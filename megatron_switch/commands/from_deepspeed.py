@@ -10,10 +10,7 @@ from pathlib import Path
 
 from megatron_switch.flags.argv import attribute_of
 from megatron_switch.migration.deepspeed import Job, check_job, translate_config
-from megatron_switch.migration.moe_arguments import (
-    add_moe_arguments,
-    translate_moe,
-)
+from megatron_switch.migration.moe_arguments import add_moe_arguments, translate_moe
 from megatron_switch.migration.translation import Translation
 from megatron_switch.utils.argument_types import count
 

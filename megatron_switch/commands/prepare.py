@@ -92,8 +92,7 @@ def run(args: Namespace) -> int:
         prepared = prepare(args)
     except KeyboardInterrupt:
         print(
-            "Interrupted. Finished work is kept: run the same command to resume.",
-            file=sys.stderr,
+            "Interrupted. Finished work is kept: run the same command to resume.", file=sys.stderr
         )
         return INTERRUPTED
     print(summary(prepared))

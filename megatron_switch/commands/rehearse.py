@@ -65,10 +65,7 @@ def run(args: Namespace) -> int:
             print(f"rank {report.rank} is rehearsed ({done})", file=sys.stderr, flush=True)
     if args.json:
         values = as_json(
-            reports,
-            world_size=args.world_size,
-            ranks_per_node=args.ranks_per_node,
-            flags=flags,
+            reports, world_size=args.world_size, ranks_per_node=args.ranks_per_node, flags=flags
         )
         print(json.dumps(values, indent=2))
     else:

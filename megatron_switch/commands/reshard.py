@@ -30,10 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="layers of the first pipeline stage (default: as many as any other)",
     )
     parser.add_argument(
-        "--decoder-last-pipeline-num-layers",
-        type=int,
-        metavar="N",
-        help="of the last one",
+        "--decoder-last-pipeline-num-layers", type=int, metavar="N", help="of the last one"
     )
     parser.add_argument(
         "--pipeline-model-parallel-layout",
@@ -47,11 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="ranks of the next run (default: the fewest that the sizes need)",
     )
     parser.add_argument(
-        "--workers",
-        type=count,
-        default=1,
-        metavar="N",
-        help="threads; memory grows with them",
+        "--workers", type=count, default=1, metavar="N", help="threads; memory grows with them"
     )
 
 

@@ -6,11 +6,7 @@ All flags are Megatron's and the ``--switch-*`` flags, which the trainer's own p
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any, NoReturn
 
-from megatron_switch.flags.train_flags import (
-    SWITCH_GROUP,
-    add_group,
-    refuse_unknown,
-)
+from megatron_switch.flags.train_flags import SWITCH_GROUP, add_group, refuse_unknown
 from megatron_switch.utils.help_text import ShowingDefaults
 
 EXAMPLE = """\

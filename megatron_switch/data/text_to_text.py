@@ -22,11 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_switch.data.encoder_decoder import (
-    SpecialTokens,
-    encoder_decoder_sample,
-    without_loss,
-)
+from megatron_switch.data.encoder_decoder import SpecialTokens, encoder_decoder_sample, without_loss
 from megatron_switch.errors import DataError
 
 SUFFIX = ".jsonl"

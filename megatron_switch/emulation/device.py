@@ -152,8 +152,7 @@ class EmulatedDevice:
     def get_device_properties(self, device: object = None) -> DeviceProperties:
         """Memory in bytes and cores of the host."""
         return DeviceProperties(
-            total_memory=psutil.virtual_memory().total,
-            multi_processor_count=os.cpu_count() or 1,
+            total_memory=psutil.virtual_memory().total, multi_processor_count=os.cpu_count() or 1
         )
 
     def current_stream(self, device: object = None) -> Stream:

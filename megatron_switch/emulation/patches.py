@@ -98,11 +98,7 @@ def emulation_patches(
             "it takes only streams of a real device",
             lambda self, stream: None,
         ),
-        Patch(
-            "torch.utils.checkpoint:_infer_device_type",
-            _RECOMPUTE,
-            lambda *args: "cuda",
-        ),
+        Patch("torch.utils.checkpoint:_infer_device_type", _RECOMPUTE, lambda *args: "cuda"),
         Patch(
             "torch.utils.checkpoint:get_device_states",
             _RECOMPUTE,

@@ -334,10 +334,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
         stored=False,
     ),
     # Where layers and tokens are
-    **_each(
-        "tensor_model_parallel_size pipeline_model_parallel_size",
-        on_resume="buffers",
-    ),
+    **_each("tensor_model_parallel_size pipeline_model_parallel_size", on_resume="buffers"),
     **_each(
         "virtual_pipeline_model_parallel_size",
         on_resume="buffers",

@@ -83,9 +83,7 @@ class CapacityGroups:
     """
 
     def __init__(
-        self,
-        kind: Literal["microbatch", "sequence", "ep"],
-        pg_collection: ProcessGroupCollection,
+        self, kind: Literal["microbatch", "sequence", "ep"], pg_collection: ProcessGroupCollection
     ) -> None:
         self._kind = kind
         self._tensor_size: int = pg_collection.tp.size()

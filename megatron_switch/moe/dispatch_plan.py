@@ -160,10 +160,7 @@ def padded_plan(
     local_experts, device = grid.local_experts, place_T.device
 
     slot_T = place_T % capacity - shard * served
-    expert_T, group_T = (
-        (place_T // capacity) // num_groups,
-        (place_T // capacity) % num_groups,
-    )
+    expert_T, group_T = ((place_T // capacity) // num_groups, (place_T // capacity) % num_groups)
     mine_T = (place_T >= 0) & (slot_T >= 0) & (slot_T < served)
     # Every chunk takes ``step`` slots of each expert and group, the last one what is left.
     chunk_T = slot_T // step

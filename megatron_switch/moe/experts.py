@@ -68,10 +68,7 @@ def build_experts(
             num_local_experts, config, pg_collection=pg_collection, name=name
         )
     return GroupedExperts(
-        num_local_experts,
-        config,
-        pg_collection=pg_collection,
-        expert_dropout=switch.expert_dropout,
+        num_local_experts, config, pg_collection=pg_collection, expert_dropout=switch.expert_dropout
     )
 
 

@@ -90,11 +90,7 @@ class SequenceShards:
 
 
 def earlier_counts(
-    counts_NBKE: Tensor,
-    order: Tensor,
-    *,
-    rank: int,
-    group: Literal["microbatch", "sequence", "ep"],
+    counts_NBKE: Tensor, order: Tensor, *, rank: int, group: Literal["microbatch", "sequence", "ep"]
 ) -> Tensor:
     """Return how many tokens of each expert come before each of this rank's chunks.
 

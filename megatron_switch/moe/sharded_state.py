@@ -21,11 +21,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import (
-    ReplicaId,
-    ShardedObject,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedTensorFactory
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 

@@ -173,11 +173,7 @@ def _exchange(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
             str(spread.members),
         ),
         Line("one exchange", "rows x width x bytes", decimal_size_text(one.payload)),
-        Line(
-            "across nodes",
-            f"{peers} of {spread.members} peers",
-            decimal_size_text(one.across),
-        ),
+        Line("across nodes", f"{peers} of {spread.members} peers", decimal_size_text(one.across)),
         Line(
             "flat",
             f"{decimal_size_text(one.across)} / {network.alltoall_gb_s:g} GB/s + {peers} x "

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_switch.architecture.model import Architecture
-from megatron_switch.architecture.model_flags import (
-    capacity_of,
-    model_from_flags,
-    read_model,
-)
+from megatron_switch.architecture.model_flags import capacity_of, model_from_flags, read_model
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import argv_of, flags_of_argv
 from megatron_switch.flags.train_flags import refuse_unknown

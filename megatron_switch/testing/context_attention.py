@@ -105,10 +105,6 @@ class ContextAttention(nn.Module):
         )
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         context = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=visible_SK,
-            scale=self.softmax_scale,
+            query, key, value, attn_mask=visible_SK, scale=self.softmax_scale
         )
         return context.permute(2, 0, 1, 3).flatten(2)

@@ -154,12 +154,7 @@ def write_import(
         copy_tokenizer(plan.folder, folder / TOKENIZER_FOLDER)
         keep_settings(plan.folder, folder / TOKENIZER_FOLDER)
         write_release(
-            folder,
-            plan.chunks,
-            plan.model.name_map,
-            args,
-            workers=workers,
-            on_bytes=on_bytes,
+            folder, plan.chunks, plan.model.name_map, args, workers=workers, on_bytes=on_bytes
         )
 
 

@@ -149,10 +149,7 @@ class _Reader:
                 "partial_rotary_factor": (1.0, None),
             }
         if self._num_experts():
-            allowed |= {
-                "num_experts_per_tok": (1,),
-                "shared_expert_intermediate_size": (0, None),
-            }
+            allowed |= {"num_experts_per_tok": (1,), "shared_expert_intermediate_size": (0, None)}
             if not self._own:
                 allowed["norm_topk_prob"] = (False,)
         wrong = {

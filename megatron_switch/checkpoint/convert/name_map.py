@@ -119,12 +119,7 @@ def plain(key: str, name: str, shape: tuple[int, ...], expert: int | None = None
 
 
 def expert_entries(
-    ours: str,
-    names: Sequence[str],
-    prefixes: Sequence[str],
-    *,
-    width: int,
-    hidden: int,
+    ours: str, names: Sequence[str], prefixes: Sequence[str], *, width: int, hidden: int
 ) -> Iterator[MapEntry]:
     """Yield the entries of the experts of a layer: Megatron stacks all of them in two tensors.
 

@@ -141,11 +141,7 @@ def write_t5_config(model: Architecture, capacity: int | None, dtype: str) -> di
     for name, stack in model.stacks.items():
         config[f"{name}_sparse_step"] = _step(stack, name)
         config[f"num_sparse_{name}_layers"] = len(stack.sparse_layers)
-    return config | {
-        "expert_capacity": capacity,
-        "router_bias": False,
-        "router_dtype": "float32",
-    }
+    return config | {"expert_capacity": capacity, "router_bias": False, "router_dtype": "float32"}
 
 
 def sequence_capacity(args: Namespace) -> tuple[int, tuple[str, ...]]:

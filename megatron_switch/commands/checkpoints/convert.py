@@ -95,10 +95,7 @@ def import_flags(plan: Import, target: Path) -> dict[str, Any]:
         target: Where the checkpoint will be.
     """
     tokenizer = (target / TOKENIZER_FOLDER).resolve()
-    flags = {
-        **plan.model.flags,
-        **tokenizer_flags(plan.folder, tokenizer, plan.model.vocab_size),
-    }
+    flags = {**plan.model.flags, **tokenizer_flags(plan.folder, tokenizer, plan.model.vocab_size)}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if plan.precision == dtype:
             flags[name] = True
@@ -264,10 +261,7 @@ def _verify(own: Namespace) -> None:
     comparison = plan_comparison(own.hf, found)
     with bytes_progress("comparing", comparison.nbytes) as on_bytes:
         result = comparison.carry_out(on_bytes=on_bytes)
-    kinds = {
-        "equal values in another type": result.widened,
-        "after rounding": result.rounded,
-    }
+    kinds = {"equal values in another type": result.widened, "after rounding": result.rounded}
     how = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) or "bit for bit"
     print(f"Tensors: {result.tensors} compared, {size_text(result.nbytes)}, all equal, {how}.")
     if own.tensors_only:

@@ -53,10 +53,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
         "moe": "--recompute-granularity selective --recompute-modules moe",
         "attention+mlp": "--recompute-granularity selective --recompute-modules core_attn mlp",
     },
-    "dispatch": {
-        "packed": "--switch-dispatch packed",
-        "padded": "--switch-dispatch padded",
-    },
+    "dispatch": {"packed": "--switch-dispatch packed", "padded": "--switch-dispatch padded"},
     "evaluation": {"none": "", "between": ""},
 }
 """Settings that change no number: the flags of each value, the plainest value first."""

@@ -95,10 +95,7 @@ def check_layouts(args: Namespace) -> int:
 
 
 def check_on_cpu(
-    cases: Sequence[Case],
-    on_result: OnResult,
-    *,
-    fault: Fault = lambda chunks: None,
+    cases: Sequence[Case], on_result: OnResult, *, fault: Fault = lambda chunks: None
 ) -> list[Result]:
     """Run cases on forked ranks.
 

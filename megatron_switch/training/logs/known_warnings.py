@@ -29,17 +29,13 @@ KNOWN_WARNINGS = (
         "is what trains here.",
     ),
     KnownWarning(
-        r"one_logger package is required",
-        "NVIDIA's internal telemetry, which nothing here needs.",
+        r"one_logger package is required", "NVIDIA's internal telemetry, which nothing here needs."
     ),
     KnownWarning(
         r"MCore's async save is deprecated",
         "Said by every save. Checkpoints are written synchronously unless --async-save is given.",
     ),
-    KnownWarning(
-        r"MimoModelConfig is experimental",
-        "Megatron imports it; it is not used.",
-    ),
+    KnownWarning(r"MimoModelConfig is experimental", "Megatron imports it; it is not used."),
     KnownWarning(
         r"moe_ffn_hidden_size is not set",
         "Experts are as wide as the dense layers: --moe-ffn-hidden-size is --ffn-hidden-size.",

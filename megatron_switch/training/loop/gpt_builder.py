@@ -6,10 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from megatron.core.transformer import TransformerConfig
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    gpt_config_from_args,
-)
+from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError

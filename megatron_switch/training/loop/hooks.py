@@ -49,10 +49,7 @@ class RunHooks:
     def check_memory(self, args: Namespace, layout: Layout, device: Device) -> None:
         """Refuse a model whose weights are larger than the memory of this machine."""
         check_model_memory(
-            args,
-            layout,
-            device=device,
-            ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            args, layout, device=device, ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         )
 
     def training(self, args: Namespace, notes: Sequence[str]) -> AbstractContextManager[Any]:

@@ -8,10 +8,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    gpt_config_from_args,
-)
+from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
 

@@ -117,10 +117,7 @@ def check_pair_files(args: Namespace) -> tuple[str, ...]:
     for path in dict.fromkeys(map(Path, data_paths(args))):
         check_pairs(path)
         notes += count_cut(
-            path,
-            built,
-            source_length=args.seq_length,
-            target_length=args.decoder_seq_length,
+            path, built, source_length=args.seq_length, target_length=args.decoder_seq_length
         )
     if args.data_path:
         split_sizes(args, len(PairFiles([Path(path) for path in args.data_path])))

@@ -60,11 +60,7 @@ def check_layout(args: Namespace, switch: SwitchConfig) -> Layout:
 
 
 def check_model_memory(
-    args: Namespace,
-    layout: Layout,
-    *,
-    device: Literal["cuda", "cpu"],
-    ranks_here: int,
+    args: Namespace, layout: Layout, *, device: Literal["cuda", "cpu"], ranks_here: int
 ) -> None:
     """Raise ConfigError if weights alone are larger than the memory of the device.
 
