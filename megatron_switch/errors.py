@@ -1,8 +1,7 @@
 """The errors that a user of megatron-switch can cause, and nothing else.
 
-A message has three parts: the rule that was broken, the values that broke it,
-and the way out with the name of the flag to turn. States that only our own code
-can cause are asserted instead.
+A message has three parts: the rule that was broken, the values that broke it, and the way out with
+the name of the flag to turn. States that only our own code can cause are asserted instead.
 """
 
 

@@ -6,8 +6,7 @@ takes no expert's slot and counts in no loss. So samples have one more key, ``pa
 one entry a position, **True for padding**, as everywhere in this package.
 
 Padding is what the data set appends to the last sequence, every ``pad`` token of the tokenizer that
-is stored in the documents, and a whole sample that only fills up a batch
-(:class:`EvenDataset`).
+is stored in the documents, and a whole sample that only fills up a batch (:class:`EvenDataset`).
 
 The loss mask is Megatron's, with one repair: its data set lets the padding of whichever sample a
 rank reads first take tokens out of the loss of all later ones.

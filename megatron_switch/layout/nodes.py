@@ -7,9 +7,8 @@ leaf). So node = rank // ranks of a node, and leaf = node // nodes of a leaf.
 
 An expert-parallel group that spans nodes is a rectangle, nodes x ranks inside a node. Its
 *inside-node* groups are the rows, its *across-node* groups the columns: an all-to-all over the
-whole group is one over a row followed by one over a column, which sends fewer and larger
-messages between nodes. A group that is no rectangle (a different number of members on each
-node) is refused.
+whole group is one over a row followed by one over a column, which sends fewer and larger messages
+between nodes. A group that is no rectangle (a different number of members on each node) is refused.
 """
 
 from collections import Counter

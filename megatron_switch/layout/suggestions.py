@@ -40,10 +40,9 @@ def layout_error(
 def nearest_legal(sizes: Sizes, is_legal: Callable[[Sizes], bool]) -> list[Sizes]:
     """Return legal settings that change one size of ``sizes``, else two; best first.
 
-    Near means few doublings or halvings, and no kind of parallelism that was not asked for. At
-    most three keep the number of ranks, and one last changes it, because hardware is given.
-    Sizes tried are the divisors of the number of ranks, and for the number of ranks the multiples
-    next to it.
+    Near means few doublings or halvings, and no kind of parallelism that was not asked for. At most
+    three keep the number of ranks, and one last changes it, because hardware is given. Sizes tried
+    are the divisors of the number of ranks, and for the number of ranks the multiples next to it.
     """
     alternatives = _alternatives(sizes)
     same_ranks: list[Sizes] = []

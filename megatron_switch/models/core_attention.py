@@ -16,9 +16,8 @@ Guaranteed:
 
 Intended differences:
     * The softmax is always computed in float32, whatever ``attention_softmax_in_fp32`` says,
-      and the scale is applied to float32 scores. ``apply_query_key_layer_scaling``, which
-      divides by the layer number and multiplies again to keep float16 in range, therefore has
-      no effect.
+      and the scale is applied to float32 scores. ``apply_query_key_layer_scaling``, which divides
+      by the layer number and multiplies again to keep float16 in range, therefore has no effect.
     * A query that may see no key at all gets zeros; the original fills hidden scores with
       -10000 and so averages over hidden keys.
 

@@ -9,9 +9,8 @@ and parameter names (``weight``, ``bias``) and start values are those of every o
 norm, so a checkpoint moves between them.
 
 Refused: ``layernorm_zero_centered_gamma`` and ``memory_efficient_layer_norm``, which change
-what is stored or saved for backward and which torch's kernels do not have.
-``persist_layer_norm`` only picks a faster Apex kernel of the same function, so without Apex
-it is met by torch's kernel.
+what is stored or saved for backward and which torch's kernels do not have. ``persist_layer_norm``
+only picks a faster Apex kernel of the same function, so without Apex it is met by torch's kernel.
 """
 
 from typing import Any

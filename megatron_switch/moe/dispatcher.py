@@ -74,8 +74,7 @@ class Dispatcher(ABC):
 
         Args:
             config: Megatron's transformer configuration; the number of experts is read.
-            pg_collection: Megatron's groups; ``ep``, ``expt_tp``, ``tp_ep`` and ``tp_cp`` are
-                read.
+            pg_collection: Megatron's groups; ``ep``, ``expt_tp``, ``tp_ep`` and ``tp_cp`` are read.
             overlap_chunks: Pieces into which :meth:`run` splits an exchange
                 (``--switch-overlap-chunks``).
             send_keys: Whether experts take random keys (expert dropout); where tokens have none,

@@ -1,11 +1,10 @@
 """Auxiliary losses that keep Switch routing balanced and its logits small.
 
 Both losses are pure functions of local tensors: they hold no state, start no communication, and
-apply no coefficient, so logged values of runs with different coefficients can be compared. Each
-has two forms: over the tokens given, and as one rank's share of a loss over tokens of several
-ranks. Shares add up: the sum over ranks of shares is the loss, of their gradients
-the gradient. Gathering the counts is the job of :mod:`megatron_switch.moe.router`, which knows the
-ranks.
+apply no coefficient, so logged values of runs with different coefficients can be compared. Each has
+two forms: over the tokens given, and as one rank's share of a loss over tokens of several ranks.
+Shares add up: the sum over ranks of shares is the loss, of their gradients the gradient. Gathering
+the counts is the job of :mod:`megatron_switch.moe.router`, which knows the ranks.
 
 Means are over real tokens; padding counts in nothing. A group without real tokens counts in no
 mean, and the loss of no tokens is zero, with a gradient of zero.

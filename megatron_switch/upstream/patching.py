@@ -1,10 +1,9 @@
 """Replace names in installed packages: declared, verified, and undone.
 
 A :class:`Patch` says what it replaces, why, and against which source it was checked.
-:func:`applied` verifies *every* patch of a list before it applies the first one, and
-restores every name when the block is left, also by an exception. A patch that does
-not fit what is installed stops the program with :class:`UpstreamError`; it is never
-only a warning.
+:func:`applied` verifies *every* patch of a list before it applies the first one, and restores every
+name when the block is left, also by an exception. A patch that does not fit what is installed stops
+the program with :class:`UpstreamError`; it is never only a warning.
 
 What "fits" means depends on what is replaced:
 

@@ -174,9 +174,8 @@ def read_common_state(folder: Path) -> dict[str, Any]:
 
     Returns:
         Megatron's common state: ``args`` (an ``argparse.Namespace``), ``iteration``,
-        ``checkpoint_version``, ``opt_param_scheduler``, ``content_metadata``, and the
-        optimizer's hyper-parameters where they are equal on all ranks. What a run did not
-        save is absent.
+        ``checkpoint_version``, ``opt_param_scheduler``, ``content_metadata``, and the optimizer's
+        hyper-parameters where they are equal on all ranks. What a run did not save is absent.
 
     Raises:
         CheckpointError: It cannot be read, or needs classes outside of Megatron's safe list.
