@@ -134,7 +134,7 @@ def test_nodes_with_different_gpu_counts_are_named(cluster, tmp_path):
     job = cluster.submit(str(script), PREFLIGHT="gpus", PATH=path, PYTHON=sys.executable)
     assert cluster.wait(job, seconds=60) == "FAILED"
     said = (cluster.folder / f"switch-{job}.out").read_text()
-    assert "every node must have 2 GPUs, but these have others (node: GPUs): n2: 1." in said
+    assert "every node must have 2 GPUs, but these differ (node: GPUs): n2: 1." in said
     assert "sbatch --exclude" in said
 
 
