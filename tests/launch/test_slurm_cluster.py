@@ -17,7 +17,7 @@ import pytest
 from support.slurm_cluster import running_cluster
 
 ROOT = Path(__file__).parents[2]
-ITERATIONS = 170
+ITERATIONS = 700  # more than the 90 s until the signal, on a fast machine too
 FLAGS = [
     *["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"],
     *["--seq-length", "64", "--max-position-embeddings", "64", "--num-experts", "4"],
@@ -29,7 +29,7 @@ FLAGS = [
     *["--train-iters", str(ITERATIONS), "--save-interval", "1000"],
 ]
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
