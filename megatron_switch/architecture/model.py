@@ -227,7 +227,7 @@ class Architecture:
     def from_args(cls, args: Namespace, *, vocab_size: int | None = None) -> Self:
         """Return the model that Megatron's arguments describe.
 
-        What no field can say is passed over; the converter refuses it.
+        Settings without a field are ignored here; the converter refuses them.
 
         Args:
             args: The namespace of a run, or the one that a checkpoint stores. What it lacks, or has

@@ -1,6 +1,6 @@
 """A DeepSpeed configuration file as flags of ``megatron-switch train``.
 
-Every key of the file ends as a flag or as a note; none is passed over. A key that this page does
+Every key of the file ends as a flag or as a note; none is skipped. A key that this page does
 not know is a note too, because DeepSpeed has many and gets more. Values of a wrong kind, settings
 that contradict one another and batch sizes that do not multiply are errors, with line and key.
 

@@ -115,7 +115,7 @@ class Dispatcher(ABC):
             Shape (T, D); exactly zero for a token without a slot.
         """
         plan = self._plan(routed, self.overlap_chunks)
-        # Popped as they go: a list would keep rows alive that nobody needs any more.
+        # Popped as they go: a list would keep rows alive after their last use.
         waiting = deque(zip(self._pack(x_TD, routed, plan), plan.chunks, strict=True))
         in_flight = deque([self._send(*waiting.popleft())])
         returning = []

@@ -64,7 +64,7 @@ def set_loss_tokens(count: Tensor) -> None:
 def loss_tokens() -> Tensor | None:
     """Return the tokens in the loss of the micro-batch whose forward pass runs now, float32.
 
-    None where nobody has set it: inside another training program.
+    None if it was not set, as inside another training program.
     """
     return _loss_tokens.get(_load(_LOSS_TOKENS_ID))
 

@@ -8,7 +8,7 @@ these functions run in CUDA graphs and under fake tensors.
 Guaranteed:
 
 * Softmax over all experts, then the largest probability; ties go to the lowest expert index.
-* Logits are float32, or float64 where a test wants an oracle. Half precision is refused, because
+* Logits are float32, or float64 where a test needs a reference. Half precision is refused, because
   rounding makes ties of what were choices.
 * Rows are in first-come order (batch-major). A later token never takes a slot from an earlier one,
   unless ``order="probability"`` asks for that.

@@ -188,7 +188,7 @@ def _set_states_except_step(
         self: Any, model_param: Any, tensors: Mapping[str, Any]
     ) -> None:
         if not _has_fused_adam():
-            # What is no tensor is passed over; load_state_dict has set the step already.
+            # Values that are no tensors are skipped; load_state_dict has set the step already.
             tensors = {**tensors, "step": None}
         original(self, model_param, tensors)
 

@@ -1,7 +1,7 @@
 """Named values that users or other programs wrote, each of the kind and size that is expected.
 
 Nothing is guessed and nothing skipped: a number is no text, and what is not as expected is refused
-with its file, key and line, the value and what is expected. A key that nobody asked for can be
+with its file, key and line, the value and what is expected. A key that no caller read can be
 refused too (:meth:`Fields.only`), because a misspelt key would otherwise mean its default.
 """
 

@@ -2,7 +2,7 @@
 
 A ``config.json`` or Megatron's stored arguments go in; a description, a name map, the other
 side's settings and what the user should know come out. What the description cannot say is refused
-by name, because a setting that is passed over makes another model without a word; what is not
+by name, because a setting that is ignored silently makes another model; what is not
 listed here is refused with the list.
 """
 

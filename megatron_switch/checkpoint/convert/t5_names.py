@@ -85,7 +85,7 @@ class _T5:
             "embedding.word_embeddings.weight",
             EMBEDDING,
             aliases=(*_EMBEDDING_ALIASES, *((HEAD,) if tied else ())),
-            # Where it is not told to tie, transformers 5 draws anew what a file leaves out.
+            # Without tied embeddings, transformers 5 initialises what a file omits.
             copies=() if model.share_embeddings_and_output_weights else _EMBEDDING_ALIASES,
         )
         if not model.share_embeddings_and_output_weights:

@@ -2,7 +2,7 @@
 
 What trains is the product (:mod:`megatron_switch.training.loop.stepped_run`). This module brings
 data that are the same in every layout, a start that is
-(:mod:`megatron_switch.testing.global_start`), and eyes: forward hooks on the routers, and a look at
+(:mod:`megatron_switch.testing.global_start`), and monitors: forward hooks on the routers, and a check of
 gradients when they are complete.
 
 Data: micro-batch ``m`` of step ``s`` is drawn from a generator with seed ``s * M + m``; rank ``r``

@@ -89,7 +89,7 @@ def train_sentencepiece(texts: Iterable[str], settings: SentencePieceSettings) -
             minloglevel=4,  # what goes wrong arrives as an exception
         )
     except (RuntimeError, OSError) as error:
-        if sentences.error is not None:  # wrapped in a stack of C++ that helps nobody
+        if sentences.error is not None:  # otherwise hidden below a C++ traceback
             raise sentences.error from None
         raise _explained(str(error), settings, sentences) from error
     return _with_sentinels(model.getvalue(), settings.sentinels)

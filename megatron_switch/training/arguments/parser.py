@@ -70,7 +70,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
     def add_switch_flags(parser: ArgumentParser) -> ArgumentParser:
         add_switch_arguments(parser)
-        parser.error = _refuse  # type: ignore[method-assign]  # Megatron's 800-line usage helps nobody
+        parser.error = _refuse  # type: ignore[method-assign]  # instead of Megatron's 800-line usage
         for action in parser._actions:
             if action.choices and all(isinstance(choice, Enum) for choice in action.choices):
                 action.type = _member_named(action.choices)

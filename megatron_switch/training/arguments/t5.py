@@ -69,7 +69,7 @@ def fill_t5(line: CommandLine) -> None:
             "The positions of a t5 are in its relative attention bias, got "
             f"--position-embedding-type {args.position_embedding_type}. Leave it out."
         )
-    # Megatron wants Transformer Engine for "relative"; the bias here needs none.
+    # Megatron requires Transformer Engine for "relative"; the bias here needs none.
     args.position_embedding_type = "none"
     _fill_depths(args)
     _fill_lengths(args)

@@ -2,7 +2,7 @@
 
 Inside :class:`Console` all output goes to a log file, one a rank. The screen leaves out what is
 known to need no reading (:data:`_HIDDEN`, warnings and log records of libraries), so that a line
-that nobody foresaw is seen. A sound run produces half a dozen warnings that need no action
+that is not listed is shown. A sound run produces half a dozen warnings that need no action
 (:mod:`megatron_switch.training.logs.known_warnings`): the log explains each below the first of its
 kind, and the screen has one line that says so.
 

@@ -1,6 +1,6 @@
 """Data sets of a run: texts for a GPT, and pairs of texts or corrupted spans for a Switch-T5.
 
-Megatron calls a provider once, on every rank, with the numbers of samples that it wants.
+Megatron calls a provider once, on every rank, with the number of samples of each split.
 """
 
 from argparse import Namespace
