@@ -64,7 +64,7 @@ def _open_missing_streams() -> None:
 
 
 def _has_lost_its_reader() -> bool:
-    """Return whether nobody reads standard output any more, as after ``| head``."""
+    """Return whether standard output has lost its reader, as after ``| head``."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

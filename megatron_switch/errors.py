@@ -30,7 +30,7 @@ class NumericError(SwitchError, ArithmeticError):
 
 
 class OneRankNumericError(NumericError):
-    """The same, seen by one rank in what it alone holds, so that no other will tell."""
+    """A non-finite value in data of one rank only; the other ranks do not report it."""
 
 
 class UpstreamError(SwitchError):

@@ -101,7 +101,7 @@ def run(args: Namespace) -> int:
 
 
 def stopped_early(records: list[dict[str, Any]], iterations: int, folder: Path) -> str:
-    """Return how to go on with training that was stopped before its end, "" when it was not.
+    """Return how to resume training that was stopped before its end, "" if it was not.
 
     Args:
         records: Its metrics.

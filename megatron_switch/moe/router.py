@@ -7,8 +7,8 @@ below the capacity, and dispatch reads the comparison.
 
 Decisions:
 
-* Logits, softmax and argmax are float32 whatever the model's dtype (float64 where a test wants an
-  oracle); jitter multiplies the float32 router input, in training only; there is no bias.
+* Logits, softmax and argmax are float32 whatever the model's dtype (float64 in tests that
+  need a reference); jitter multiplies the float32 router input, in training only; there is no bias.
 * Rows are batch-major (all of sequence 0 first), as in Mesh-TensorFlow, whatever Megatron's
   [S, B] layout.
 * Losses count tokens before any drop: over each sequence with capacity group ``sequence``, over

@@ -43,7 +43,7 @@ _ABSENT = {
 
 @dataclass(frozen=True)
 class ModelType:
-    """A decoder-only model type of Hugging Face's, and what tells it from the others.
+    """A decoder-only model type of Hugging Face, and what distinguishes it.
 
     Attributes:
         name: As ``model_type`` says it.

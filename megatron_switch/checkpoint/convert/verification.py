@@ -2,7 +2,7 @@
 
 Every entry of the name map is packed from Hugging Face's side and compared with Megatron's tensor,
 bit by bit, signs of zeros included. Where the types differ (``--dtype``), the side of the finer one
-is either the other's values in more bits, or was rounded to them; the two are distinguished, so that a
+is either the other's values in more bits, or was rounded to them; these differ, so that a
 bit that only the finer side has shows as one tensor more that was rounded.
 
 What is to be compared is planned first, from names, shapes and sizes alone, so that progress can be

@@ -1,9 +1,9 @@
 """One case of a layout check: train a tiny model for a few steps, and note what it computed.
 
-What trains is the product (:mod:`megatron_switch.training.loop.stepped_run`). This module brings
-data that are the same in every layout, a start that is
-(:mod:`megatron_switch.testing.global_start`), and monitors: forward hooks on the routers, and a check of
-gradients when they are complete.
+What trains is the product (:mod:`megatron_switch.training.loop.stepped_run`). This module adds
+data and initial weights that are the same in every layout
+(:mod:`megatron_switch.testing.global_start`), and monitors: forward hooks on the routers, and a
+check of complete gradients.
 
 Data: micro-batch ``m`` of step ``s`` is drawn from a generator with seed ``s * M + m``; rank ``r``
 of ``n`` data-parallel ranks reads ``r``, ``r + n``, ... as Megatron's sampler does. Micro-batches

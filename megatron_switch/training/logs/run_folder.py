@@ -143,7 +143,7 @@ class RunFolder:
                 raise
 
     def check_identity(self, args: Namespace) -> None:
-        """Make sure that the folder is this run's, or nobody's yet.
+        """Check that the folder belongs to this run, or to no run yet.
 
         Args:
             args: Validated arguments.

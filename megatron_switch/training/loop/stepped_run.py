@@ -255,7 +255,7 @@ def _finalize(on_gradients: Callable[[], None], *args: Any, **kwargs: Any) -> No
 
 
 def _one_or_all(values: list[Any]) -> Any:
-    """Return what Megatron wants of chunks: a list, or the only one itself."""
+    """Return model chunks in Megatron's form: a list, or the only chunk itself."""
     return values[0] if len(values) == 1 else values
 
 
