@@ -26,7 +26,7 @@ class DataError(SwitchError):
 
 
 class NumericError(SwitchError, ArithmeticError):
-    """Training has left the numbers: infinity or NaN where a step would learn from it."""
+    """A non-finite value (NaN or infinity) where a training step would use it."""
 
 
 class OneRankNumericError(NumericError):

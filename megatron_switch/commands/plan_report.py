@@ -41,7 +41,7 @@ class PlanReport:
         model, hardware = request.model, request.hardware
         total, active = total_parameters(model).total, active_parameters(model)
         tokens = request.training.global_batch_size * request.training.seq_length
-        self._say(f"model    {name}: {total / 1e9:.2f}B parameters, {active / 1e9:.2f}B a token")
+        self._say(f"model    {name}: {total / 1e9:.2f}B parameters, {active / 1e9:.2f}B active")
         self._say(
             f"cluster  {request.nodes} nodes x {hardware.gpus_per_node} = {request.world_size} "
             f"GPUs, {hardware.gpu}; {hardware.nodes_per_leaf} nodes under a leaf switch"

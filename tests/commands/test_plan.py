@@ -31,7 +31,7 @@ def plan(capsys, text, code=0):
 
 def test_the_best_layouts_come_with_reasons_warnings_and_flags(capsys):
     text = plan(capsys, PLAN)
-    assert "gpt-1.6t-128: 1675.48B parameters, 39.10B a token" in text
+    assert "gpt-1.6t-128: 1675.48B parameters, 39.10B active" in text
     assert "128 nodes x 8 = 1024 GPUs" in text
     assert "more kept tokens a second" in text
     assert "bound by" in text
