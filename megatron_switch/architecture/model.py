@@ -52,7 +52,13 @@ T5_ARGUMENTS: Mapping[str, Any] = {
 }
 """Arguments that are another default in a T5, or what a T5 is."""
 
-_ALSO_OF_A_T5 = (*T5_ARGUMENTS, "moe_ffn_hidden_size", "position_embedding_type")
+_ALSO_OF_A_T5 = (
+    *T5_ARGUMENTS,
+    "attention_dropout",
+    "moe_ffn_hidden_size",
+    "position_embedding_type",
+    "switch_expert_dropout",
+)
 """Fields that a T5 has although its ``config.json`` has no key for them."""
 
 _GATED_GELU = "gated-gelu"
@@ -132,16 +138,21 @@ class Architecture:
         default=128, metadata=known_as(t5="relative_attention_max_distance")
     )
     hidden_dropout: float = field(
-        default=0.1, metadata=known_as(t5="dropout_rate", least=0, below=1)
+        default=0.1, metadata=known_as("hidden_dropout", "dropout_rate", own=True)
     )
+    """Dropout where a layer's output joins the residual connection; a T5 has it elsewhere too."""
+    attention_dropout: float = field(default=0.1, metadata=known_as("attention_dropout"))
+    """Dropout of attention's probabilities."""
+    switch_expert_dropout: float = field(default=0.0, metadata=known_as("expert_dropout", own=True))
+    """Dropout on the hidden activation inside experts."""
     moe_aux_loss_coeff: float | None = field(
-        default=None, metadata=known_as(t5="router_aux_loss_coef", least=0)
+        default=None, metadata=known_as("router_aux_loss_coef", "router_aux_loss_coef")
     )
     moe_z_loss_coeff: float | None = field(
-        default=None, metadata=known_as(t5="router_z_loss_coef", least=0)
+        default=None, metadata=known_as("router_z_loss_coef", "router_z_loss_coef", own=True)
     )
     moe_input_jitter_eps: float | None = field(
-        default=None, metadata=known_as(t5="router_jitter_noise", least=0)
+        default=None, metadata=known_as("router_jitter_noise", "router_jitter_noise", own=True)
     )
     routing: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Those of :data:`ROUTING` that are set; a Switch model's defaults where there are none."""
@@ -314,8 +325,8 @@ class Architecture:
             "seq-length": lengths[0],
             "decoder-seq-length": lengths[1],
             "decoder-num-layers": self.decoder.num_layers,
-            "attention-dropout": self.hidden_dropout,
-            "switch-expert-dropout": self.hidden_dropout if self.num_experts else None,
+            "attention-dropout": self.attention_dropout,
+            "switch-expert-dropout": self.switch_expert_dropout if self.num_experts else None,
         }
 
 

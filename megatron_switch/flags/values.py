@@ -42,5 +42,6 @@ class FlagValues(Fields):
     def _missing(self, name: str, expected: str) -> ConfigError:
         return ConfigError(f"The model's size needs --{name}, {expected}, which was not given.")
 
-    def _wrong(self, name: str, expected: str) -> ConfigError:
+    def wrong(self, name: str, expected: str) -> ConfigError:
+        """Return the error for a value that is not as expected."""
         return self.error(name, f"takes {expected}, got {self.values[name]}.")

@@ -51,6 +51,7 @@ class Fields:
     ) -> None:
         """Hold ``values``, found under the keys of ``trail``."""
         self.values, self.source, self.trail = values, source, trail
+        self._asked: set[str] = set()
 
     @classmethod
     def read(cls, path: Path, what: str) -> "Fields":
@@ -71,6 +72,7 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Return whether there is a value."""
+        self._asked.add(name)
         value = self.values.get(name, _REQUIRED)
         return value is not _REQUIRED and not (value is None and self.source.null_is_absent)
 
@@ -142,6 +144,18 @@ class Fields:
         values = self._read(name, {}, dict, "an object")
         return Fields(values, self.source, (*self.trail, name))
 
+    def one_of(self, name: str, allowed: Collection[Any]) -> bool:
+        """Return whether a value of any kind is among some; no value is None."""
+        return (self.values[name] if self.has(name) else None) in allowed
+
+    def unread(self) -> dict[str, Any]:
+        """Return the values that no caller has asked for, by key."""
+        return {
+            name: value
+            for name, value in self.values.items()
+            if name not in self._asked and not (value is None and self.source.null_is_absent)
+        }
+
     def objects(self, name: str) -> list["Fields"]:
         """Return the objects of a list."""
         expected = "a list of objects"
@@ -179,6 +193,12 @@ class Fields:
         """Return the error for one key; ``problem`` says the rule, the value and the way out."""
         return self.source.error(f"{self.where(name)}: {problem}")
 
+    def wrong(self, name: str, expected: str) -> SwitchError:
+        """Return the error for a value that is not as expected."""
+        shown = json.dumps(self.values[name])
+        shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+        return self.error(name, f"expected {expected}, found {shown}. {self.source.advice}".strip())
+
     def _read[T, D](
         self,
         name: str,
@@ -193,7 +213,7 @@ class Fields:
             return default
         value: T | None = self._as(kind, self.values[name])
         if value is None or not allowed(value):
-            raise self._wrong(name, expected)
+            raise self.wrong(name, expected)
         return value
 
     def _as(self, kind: type, value: Any) -> Any:
@@ -208,11 +228,6 @@ class Fields:
         return self.source.error(
             f"{self.source.name} lacks the key '{name}'{inside}, {expected}. {advice}"
         )
-
-    def _wrong(self, name: str, expected: str) -> SwitchError:
-        shown = json.dumps(self.values[name])
-        shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
-        return self.error(name, f"expected {expected}, found {shown}. {self.source.advice}".strip())
 
 
 class _RepeatedKeyError(ValueError):

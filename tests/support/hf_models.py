@@ -33,11 +33,16 @@ T5: dict[str, Any] = {  # heads x channels is not the width, and the stacks are 
 }
 
 
+def config(model_type: str, **changes: Any) -> Any:
+    """Return the configuration of a model."""
+    return _CONFIGS[model_type](**changes)[0]
+
+
 def build(model_type: str, **changes: Any) -> torch.nn.Module:
     """Return a model whose weights, norms and tables included, are random and not small."""
-    config, head = _CONFIGS[model_type](**changes)
+    settings, head = _CONFIGS[model_type](**changes)
     torch.manual_seed(0)
-    model = head(config).eval()
+    model = head(settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)

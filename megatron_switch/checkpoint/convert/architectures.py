@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_switch.architecture.model import Architecture
-from megatron_switch.checkpoint.convert.gpt_config import (
-    GPT_TYPES,
-    choose_type,
-    read_gpt_config,
-    write_gpt_config,
-)
+from megatron_switch.checkpoint.convert.config_keys import unknown_settings
+from megatron_switch.checkpoint.convert.gpt_config import read_gpt_config, write_gpt_config
 from megatron_switch.checkpoint.convert.gpt_names import SWITCH_EXPERTS, gpt_name_map
+from megatron_switch.checkpoint.convert.gpt_types import GPT_TYPES, choose_type
 from megatron_switch.checkpoint.convert.name_map import NameMap
 from megatron_switch.checkpoint.convert.t5_config import (
     DENSE,
@@ -29,8 +26,10 @@ from megatron_switch.checkpoint.convert.t5_config import (
     write_t5_config,
 )
 from megatron_switch.checkpoint.convert.t5_names import t5_name_map
+from megatron_switch.checkpoint.formats.hf_folder import config_fields
 from megatron_switch.errors import CheckpointError
 from megatron_switch.flags.argv import flag_name
+from megatron_switch.utils.fields import Fields
 
 _SAID_BY_NO_FIELD: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
@@ -69,6 +68,8 @@ class ImportedModel:
     model_type: str
     architecture: Architecture
     name_map: NameMap
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -114,19 +115,47 @@ def describe_import(
         CheckpointError: No name map fits the architecture.
     """
     found = config.get("model_type")
-    model_type = found if isinstance(found, str) else ""
+    if found not in model_types():
+        raise CheckpointError(
+            f"{where} is of a model of type {found!r:.60}, for which there is no name map. "
+            f"Converted are: {', '.join(model_types())}."
+        )
+    model_type = str(found)
+    fields = config_fields(config, where, model_type)
+    _refuse_more_parts_than_tensors(fields, keys)
     if model_type in GPT_TYPES:
-        model = read_gpt_config(config, where, multiple=multiple)
-        experts = GPT_TYPES[model_type].experts or SWITCH_EXPERTS
-        return ImportedModel(model_type, model, gpt_name_map(model, experts))
-    if model_type in T5_TYPES:
-        model, head = read_t5_config(config, where, keys, multiple=multiple)
+        model = read_gpt_config(fields, multiple=multiple)
+        _refuse_more_experts_than_tensors(fields, model, keys)
+        name_map = gpt_name_map(model, GPT_TYPES[model_type].experts or SWITCH_EXPERTS)
+    else:
+        model, head = read_t5_config(fields, keys, multiple=multiple)
+        _refuse_more_experts_than_tensors(fields, model, keys)
         name_map = t5_name_map(model, switch=model_type == SWITCH, head=head)
-        return ImportedModel(model_type, model, name_map)
-    raise CheckpointError(
-        f"{where} is of a model of type {found!r:.60}, for which there is no name map. "
-        f"Converted are: {', '.join(model_types())}."
-    )
+    return ImportedModel(model_type, model, name_map, unknown_settings(fields))
+
+
+def _refuse_more_parts_than_tensors(fields: Fields, keys: Collection[str]) -> None:
+    """Refuse, before any list is made, a number of layers that would need more tensors."""
+    for name in ("num_hidden_layers", "num_layers", "num_decoder_layers"):
+        if fields.integer(name, 0, least=0) > len(keys):
+            raise fields.error(
+                name,
+                f"{fields.values[name]} layers need more tensors than the {len(keys)} there are. "
+                "Take the configuration that belongs to the weights.",
+            )
+
+
+def _refuse_more_experts_than_tensors(
+    fields: Fields, model: Architecture, keys: Collection[str]
+) -> None:
+    experts = model.num_experts * len(model.sparse_layer_numbers)
+    if experts > len(keys):
+        raise fields.error(
+            "num_experts",
+            f"{model.num_experts} experts in {len(model.sparse_layer_numbers)} layers need more "
+            f"tensors than the {len(keys)} there are. Take the configuration that belongs to the "
+            "weights.",
+        )
 
 
 def describe_export(args: Namespace, *, wanted: str, vocab_size: int | None) -> ExportedModel:
@@ -171,6 +200,13 @@ def _describe_t5(args: Namespace, model: Architecture, wanted: str) -> ExportedM
         notes += (
             "transformers has no Switch with gated units: no stock class opens this folder. Its "
             "names are those of the released Switch-XXL.",
+        )
+    rates = {model.hidden_dropout, model.attention_dropout}
+    if len(rates | ({model.switch_expert_dropout} if model.num_experts else set())) > 1:
+        notes += (
+            f"Hugging Face's T5 has one dropout rate: the export has --hidden-dropout "
+            f"{model.hidden_dropout} for --attention-dropout {model.attention_dropout} and "
+            f"--switch-expert-dropout {model.switch_expert_dropout} too.",
         )
     return ExportedModel(
         model_type,

@@ -73,6 +73,8 @@ def _hugging_face(folder: Path) -> Inspection:
         for name in ("num-layers", "hidden-size", "num-experts", "moe-layer-freq")
         if name in model.flags
     }
+    if model.notes:
+        facts["notes"] = " ".join(model.notes)
     return Inspection(
         facts, f"Convert it with: convert hf-to-megatron --hf {folder} --megatron DIR"
     )

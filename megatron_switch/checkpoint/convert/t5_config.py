@@ -15,14 +15,13 @@ Most keys stand beside the fields of :class:`~megatron_switch.architecture.model
 """
 
 from argparse import Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from megatron_switch.architecture.field_names import is_of_experts, read_field
 from megatron_switch.architecture.layer_pattern import Stack
 from megatron_switch.architecture.model import T5_ARGUMENTS, Architecture, described
 from megatron_switch.checkpoint.convert.t5_names import EMBEDDING, HEAD
-from megatron_switch.checkpoint.formats.hf_folder import config_fields
 from megatron_switch.errors import CheckpointError
 from megatron_switch.utils.fields import Fields
 
@@ -30,7 +29,7 @@ SWITCH = "switch_transformers"
 DENSE = "t5"
 T5_TYPES = (SWITCH, DENSE)
 _TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-_GATED = "gated-gelu"
+_GATED, _GATED_FUNCTION = "gated-gelu", "gelu_new"
 _ABSENT = {
     **T5_ARGUMENTS,
     "relative_attention_max_distance": 128,
@@ -43,29 +42,24 @@ _ABSENT = {
 
 
 def read_t5_config(
-    config: Mapping[str, Any], where: str, keys: Collection[str], *, multiple: int
+    fields: Fields, keys: Collection[str], *, multiple: int
 ) -> tuple[Architecture, str]:
     """Return the model that a ``config.json`` describes, and the name of its head's tensor.
 
     Args:
-        config: Content of the file.
-        where: The file, for messages.
+        fields: Values of the file.
         keys: Names of the tensors that come with it; the head's is looked for.
         multiple: Rows of the embedding become a multiple of this.
 
     Raises:
         CheckpointError: It describes what Megatron's Switch-T5 cannot compute.
     """
-    fields = config_fields(config, where, str(config["model_type"]))
-    switch = config["model_type"] == SWITCH
-    if config.get("router_bias"):
-        raise CheckpointError(
-            f"{where}: router_bias is true, but a Switch router has no bias, and none is dropped."
-        )
+    switch = fields.text("model_type") == SWITCH
+    _refuse_what_differs(fields)
     vocab_size, depth = fields.integer("vocab_size"), fields.integer("num_layers")
     depths = {"encoder": depth, "decoder": fields.integer("num_decoder_layers", depth)}
     tied, head = _head(fields, keys, switch=switch)
-    gated = _is_gated(config, where)
+    gated = _is_gated(fields)
     values = {
         each.name: read_field(each, fields, each.metadata["t5"], _ABSENT)
         for each in described("t5")
@@ -74,6 +68,10 @@ def read_t5_config(
     }
     if not values.get("moe_input_jitter_eps"):  # no jitter is what Megatron calls none
         values.pop("moe_input_jitter_eps", None)
+    # One rate for all: T5's dense layers have it inside too, where experts have their own.
+    values |= dict.fromkeys(
+        ("attention_dropout", "switch_expert_dropout"), values["hidden_dropout"]
+    )
     if switch:
         values["routing"] = {
             "switch_capacity": fields.integer("expert_capacity"),
@@ -120,7 +118,7 @@ def write_t5_config(model: Architecture, capacity: int | None, dtype: str) -> di
         "num_decoder_layers": model.decoder.num_layers,
         "vocab_size": model.vocab_size,
         "feed_forward_proj": _GATED if gated else "relu",
-        "dense_act_fn": "gelu_new" if gated else "relu",
+        "dense_act_fn": _GATED_FUNCTION if gated else "relu",
         "is_gated_act": gated,
         "is_encoder_decoder": True,
         "use_cache": True,
@@ -173,16 +171,39 @@ def _head(fields: Fields, keys: Collection[str], *, switch: bool) -> tuple[bool,
     return scaled, HEAD if HEAD in keys or scaled else EMBEDDING
 
 
-def _is_gated(config: Mapping[str, Any], where: str) -> bool:
+def _is_gated(fields: Fields) -> bool:
     """Return whether units are gated; refuse what is neither T5's first form nor its second."""
-    projection = str(config.get("feed_forward_proj") or config.get("dense_act_fn") or "relu")
-    if projection in (_GATED, "gelu_new"):
-        return True
-    if projection != "relu":
-        raise CheckpointError(
-            f"{where}: the nonlinearity is {projection}, but a Switch-T5 has relu or {_GATED}."
+    given = fields.text("feed_forward_proj", None) or fields.text("dense_act_fn", None) or "relu"
+    gated = given in (_GATED, _GATED_FUNCTION)
+    if not gated and given != "relu":
+        raise fields.error(
+            "feed_forward_proj",
+            f"the nonlinearity is {given}, but a Switch-T5 has relu or {_GATED}.",
         )
-    return False
+    # transformers takes one of the keys or the other, depending on its version and on the model.
+    functions = (_GATED_FUNCTION, _GATED) if gated else ("relu",)
+    fields.choice("dense_act_fn", functions, functions[0])
+    if fields.flag("is_gated_act", gated) is not gated:
+        raise fields.error("is_gated_act", f"it contradicts the nonlinearity, which is {given}.")
+    return gated
+
+
+def _refuse_what_differs(fields: Fields) -> None:
+    allowed: dict[str, tuple[Any, ...]] = {
+        "router_bias": (False, None),
+        "router_dtype": ("float32", None),
+        "router_type": ("tokens_masked", None),
+        "tie_encoder_decoder": (False, None),
+        "quantization_config": (None,),
+    }
+    wrong = [name for name, values in allowed.items() if not fields.one_of(name, values)]
+    if wrong:
+        found = ", ".join(f"{name} {fields.values[name]}" for name in wrong)
+        needed = ", ".join(f"{name} {allowed[name][0]}" for name in wrong)
+        raise CheckpointError(
+            f"{fields.source.name}: this model cannot be computed by a Switch-T5, which needs "
+            f"{needed}; found {found}."
+        )
 
 
 def _sparse(fields: Fields, name: str, depth: int) -> tuple[int, ...]:

@@ -70,6 +70,8 @@ def _import(own: Namespace) -> None:
         f"{own.megatron}: {plan.model.model_type}, {len(plan.model.name_map.entries)} tensors, "
         f"{size_text(plan.nbytes)}, {padding} vocabulary rows of padding."
     )
+    for note in plan.model.notes:
+        print(note)
     if left_out := plan.model.name_map.without_effect(plan.source):
         print(f"Left out, because nothing depends on them: {listing(left_out)}.")
     if (trouble := _tokenizer_trouble(plan, args)) is not None:

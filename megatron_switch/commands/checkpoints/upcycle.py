@@ -42,6 +42,8 @@ class _Dense:
     chunks: tuple[TensorChunk, ...]
     flags: dict[str, Any]
     """Flags of its tokenizer and precision."""
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
 
 
 @known_warnings_hidden()
@@ -75,6 +77,8 @@ def upcycle_model(own: Namespace) -> None:
         f"{size_text(size)} (the dense model: "
         f"{size_text(sum(chunk.nbytes for chunk in dense.chunks))})."
     )
+    for note in dense.notes:
+        print(note)
     if own.text is not None:
         from megatron_switch.commands.checkpoints.first_loss import first_losses
 
@@ -110,7 +114,7 @@ def _from_hf(own: Namespace) -> _Dense:
     flags = tokenizer_flags(own.hf, tokenizer, plan.model.vocab_size)
     flags["bf16"] = plan.precision == torch.bfloat16
     flags["fp16"] = plan.precision == torch.float16
-    return _Dense(plan.model.architecture, plan.chunks, flags)
+    return _Dense(plan.model.architecture, plan.chunks, flags, plan.model.notes)
 
 
 def _refuse_sparse(model: Architecture, folder: Path) -> None:
@@ -154,4 +158,6 @@ def _sparse(dense: Architecture, own: Namespace) -> Architecture:
         moe_aux_loss_coeff=None,
         moe_z_loss_coeff=None,
         moe_input_jitter_eps=None,
+        # A T5's dense layer has the dropout inside that its experts have; a GPT's has none.
+        switch_expert_dropout=dense.hidden_dropout if dense.encoder is not None else 0.0,
     )

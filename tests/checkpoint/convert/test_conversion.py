@@ -259,7 +259,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(switch, tmp_path, change, m
         ({"d_ff": 29}, r"has shape \(28, 20\), but the configuration needs \(29, 20\)"),
         ({"num_experts": 7}, r"lacks .*expert_6"),
         ({"encoder_sparse_step": 1}, r"lacks encoder.block.0.layer.1.mlp.experts"),
-        ({"router_bias": True}, r"router_bias is true, but a Switch router has no bias"),
+        (
+            {"router_bias": True},
+            r"a Switch-T5, which needs router_bias False; found router_bias True",
+        ),
         ({"dense_act_fn": "silu"}, r"nonlinearity is silu"),
         (
             {"d_model": None},

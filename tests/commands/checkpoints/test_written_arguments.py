@@ -43,6 +43,8 @@ def test_what_megatron_refuses_is_an_error():
         {"group-query-attention": True, "num-query-groups": 2, "qk-layernorm": True},
         {"add-qkv-bias": True, "disable-bias-linear": True, "openai-gelu": True},
         {"untie-embeddings-and-output-weights": True, "switch-capacity": 7},
+        {"hidden-dropout": 0.25, "attention-dropout": 0.5, "switch-expert-dropout": 0.125},
+        {"moe-aux-loss-coeff": 0.5, "moe-z-loss-coeff": 0.25, "moe-input-jitter-eps": 0.125},
         {"position-embedding-type": "rope", "use-rope-scaling": True, "rope-scaling-factor": 4.0},
     ],
     ids=lambda more: " ".join(more),
