@@ -45,6 +45,16 @@ ROUTING = (
 )
 """Attributes of Megatron's namespace that decide which tokens an expert computes."""
 
+TRAINING_ONLY = (
+    "attention_dropout",
+    "hidden_dropout",
+    "switch_expert_dropout",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+)
+"""Fields that do not change what a trained model computes."""
+
 T5_ARGUMENTS: Mapping[str, Any] = {
     "normalization": "RMSNorm",
     "layernorm_epsilon": 1e-6,

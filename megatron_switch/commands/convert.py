@@ -76,6 +76,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
     action = actions.add_parser("verify", help="compare the two sides")
     _folders(action)
+    action.add_argument("--iteration", type=int, help="default: the newest one")
     action.add_argument(
         "--tensors-only",
         action="store_true",

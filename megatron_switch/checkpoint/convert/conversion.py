@@ -52,6 +52,7 @@ from megatron_switch.checkpoint.formats.source_settings import (
 from megatron_switch.checkpoint.formats.tensor_source import TensorSource
 from megatron_switch.checkpoint.load.files import RELEASE, TRACKER, FoundCheckpoint
 from megatron_switch.checkpoint.load.norm_keys import NeutralNorms
+from megatron_switch.checkpoint.load.settings_agreement import UNTRAINED
 from megatron_switch.errors import CheckpointError
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -166,6 +167,7 @@ def write_release(
     *,
     workers: int,
     on_bytes: OnBytes,
+    is_untrained: bool = False,
 ) -> None:
     """Write weights as Megatron's release of a model, with its tracker.
 
@@ -176,6 +178,7 @@ def write_release(
         args: Arguments to store.
         workers: Threads.
         on_bytes: Called with the size of each chunk that was written.
+        is_untrained: Whether no run has trained the model's experts yet.
     """
     release = folder / RELEASE
     release.mkdir()
@@ -183,7 +186,7 @@ def write_release(
         release,
         tuple(chunks),
         dict.fromkeys(name_map.extra_states(), EMPTY_EXTRA_STATE),
-        release_state(args),
+        release_state(args) | ({UNTRAINED: True} if is_untrained else {}),
         workers=workers,
         on_bytes=on_bytes,
     )

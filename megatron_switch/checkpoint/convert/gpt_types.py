@@ -7,7 +7,7 @@ a model whose experts dropped tokens computes there what it would have without d
 
 from dataclasses import dataclass
 
-from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.model import TRAINING_ONLY, Architecture, described
 from megatron_switch.checkpoint.convert.gpt_names import (
     QWEN2_EXPERTS,
     QWEN_EXPERTS,
@@ -21,11 +21,8 @@ SWITCH_GPT = "switch_gpt"
 DROPLESS = {"moe_expert_capacity_factor": -1.0, "switch_eval_capacity_factor": -1.0}
 """Routing of a model that drops no token."""
 
-OF_TRAINING = (
-    "hidden_dropout",
-    "switch_expert_dropout",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
+OF_TRAINING = tuple(
+    each.name for each in described("gpt") if each.name in TRAINING_ONLY and each.metadata["own"]
 )
 """Fields that change training alone, and for which stock types have no key."""
 

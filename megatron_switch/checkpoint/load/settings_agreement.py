@@ -29,6 +29,9 @@ from megatron_switch.config import switch_traits
 from megatron_switch.errors import CheckpointError
 from megatron_switch.flags.known_flags import KNOWN_FLAGS, flags_with, shown_flag
 
+UNTRAINED = "switch_untrained"
+"""Key of the common state of a model whose experts no run has trained yet."""
+
 _ABSENT = object()
 
 
@@ -68,7 +71,10 @@ def check_resume(
             "could not be compared with this run's.",
         )
     check_model(stored, args)
-    messages = [*check_switch_settings(stored, args), *_batch_notes(stored, args)]
+    messages = [
+        *check_switch_settings(stored, args, is_untrained=bool(common_state.get(UNTRAINED))),
+        *_batch_notes(stored, args),
+    ]
     if not (is_release or args.finetune or args.no_load_optim or _of(stored, "no_save_optim")):
         check_optimizer_state(common_state, args)
         check_schedule(common_state.get("opt_param_scheduler"), stored, args)
@@ -111,13 +117,16 @@ def check_model(stored: Namespace, args: Namespace) -> None:
         )
 
 
-def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]:
+def check_switch_settings(
+    stored: Namespace, args: Namespace, *, is_untrained: bool = False
+) -> tuple[str, ...]:
     """Compare everything that decides which tokens an expert computes, and with what losses.
 
     A setting that the checkpoint does not have is no difference: stock Megatron writes none
     of ours, and an older release of this program fewer. They are named in one message, with
     the current values. For a stock checkpoint, Megatron's own flags that carry Switch
-    semantics are named there too instead of being an error.
+    semantics are named there too instead of being an error. Neither is a difference from a
+    model that no run has trained with its settings.
 
     Returns:
         Messages, empty when every setting is stored and equal.
@@ -135,7 +144,7 @@ def check_switch_settings(stored: Namespace, args: Namespace) -> tuple[str, ...]
     is_stock = _is_stock(stored)
     if not is_stock:
         differences += megatron
-    if differences and not args.switch_override_checkpoint:
+    if differences and not (is_untrained or args.switch_override_checkpoint):
         raise CheckpointError(
             f"Switch settings differ from the checkpoint's:{_lines(differences)}\n"
             "Give these flags the checkpoint's values, or pass --switch-override-checkpoint to "

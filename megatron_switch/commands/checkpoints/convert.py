@@ -1,9 +1,7 @@
 """Conversion of a checkpoint to and from Hugging Face's format, and what each action prints."""
 
 import shlex
-import sys
 from argparse import Namespace
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from megatron_switch.checkpoint.convert.conversion import (
     write_import,
 )
 from megatron_switch.checkpoint.convert.inspection import inspect_folder
-from megatron_switch.checkpoint.convert.verification import plan_comparison
 from megatron_switch.checkpoint.formats.source_settings import (
     TOKENIZER_FOLDER,
     SourceSettings,
@@ -29,15 +26,14 @@ from megatron_switch.checkpoint.formats.source_settings import (
 )
 from megatron_switch.checkpoint.formats.tensor_source import listing
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags, write_tokenizer
-from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.load.files import checkpoint_folder, find_checkpoint
+from megatron_switch.commands.checkpoints.verify import CONTEXT, verify
 from megatron_switch.data.encoder_decoder import SpecialTokens
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text
-
-_CONTEXT = LoadContext("--megatron", "--iteration", can_start_anew=False)
 
 
 @known_warnings_hidden()
@@ -51,7 +47,7 @@ def convert(own: Namespace) -> None:
         "hf-to-megatron": _import,
         "megatron-to-hf": _export,
         "inspect": _inspect,
-        "verify": _verify,
+        "verify": verify,
     }
     actions[own.action](own)
 
@@ -174,7 +170,7 @@ def capacity_text(flags: dict[str, Any]) -> str:
 
 def _export(own: Namespace) -> None:
     found = find_checkpoint(
-        checkpoint_folder(own.megatron), iteration=own.iteration, context=_CONTEXT
+        checkpoint_folder(own.megatron), iteration=own.iteration, context=CONTEXT
     )
     args = stored_args(found)
     if own.tokenizer_model:
@@ -256,29 +252,3 @@ def _inspect(own: Namespace) -> None:
         table.add_row(name, value)
     Console().print(table)
     print(found.advice)
-
-
-def _verify(own: Namespace) -> None:
-    found = find_checkpoint(checkpoint_folder(own.megatron), context=_CONTEXT)
-    comparison = plan_comparison(own.hf, found)
-    with bytes_progress("comparing", comparison.nbytes) as on_bytes:
-        result = comparison.carry_out(on_bytes=on_bytes)
-    kinds = {"equal values in another type": result.widened, "after rounding": result.rounded}
-    how = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) or "bit for bit"
-    print(f"Tensors: {result.tensors} compared, {size_text(result.nbytes)}, all equal, {how}.")
-    if own.tensors_only:
-        return
-    from megatron_switch.commands.checkpoints.logit_parity import compare_logits
-
-    with redirect_stdout(sys.stderr):
-        parity = compare_logits(own.hf, found.folder.parent)
-    print(
-        f"Logits: {parity.tokens} tokens, largest difference {parity.difference:.1e} where the "
-        f"largest logit is {parity.largest:.3g}."
-    )
-    if not parity.difference <= parity.tolerance:
-        raise CheckpointError(
-            f"The two sides compute different logits: {parity.difference:.3g} apart, and "
-            f"{parity.tolerance:.3g} is expected at most. Tensors are equal, so a setting differs: "
-            f"compare {own.hf / 'config.json'} with the arguments that inspect shows."
-        )

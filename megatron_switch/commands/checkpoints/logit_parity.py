@@ -2,10 +2,12 @@
 
 Hugging Face's side is computed by ``transformers`` in float32 and evaluation mode, Megatron's by
 :mod:`megatron_switch.training.inference.token_scores`. Tokens are drawn from the vocabulary with a
-fixed seed: the weights decide the function, not the text.
+fixed seed: the weights decide the function, not the text. Experts have the capacity that the class
+of ``transformers`` has, so that what is compared is the conversion; what the checkpoint's own
+capacity changes is reported beside it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +16,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_switch.checkpoint.convert.t5_config import SWITCH
 from megatron_switch.checkpoint.formats.hf_folder import CONFIG, read_json
+from megatron_switch.checkpoint.load.files import FoundCheckpoint
 from megatron_switch.errors import CheckpointError
-from megatron_switch.training.inference.token_scores import scores
+from megatron_switch.training.inference.token_scores import (
+    DROPLESS,
+    Scored,
+    round_weights,
+    scored,
+)
 
 _BATCH, _SOURCE, _TARGET = 2, 48, 24
 _TOLERANCE = 1e-5
 """Largest difference, relative to the largest logit where that is above one."""
+
+
+@dataclass(frozen=True)
+class OwnCapacity:
+    """What the checkpoint's own capacity changes, where the other side has another."""
+
+    other: str
+    """What the other side does."""
+    dropped: float
+    """Share of tokens that are dropped, mean over the layers with experts."""
+    difference: float
+    """Largest change of a logit."""
+
+    def __str__(self) -> str:
+        """Return what to make of it."""
+        return (
+            f"{self.other}, and Megatron's side was computed likewise. With the checkpoint's own "
+            f"capacity {self.dropped:.1%} of these random tokens are dropped, which changes logits "
+            f"by up to {self.difference:.3g}."
+        )
 
 
 @dataclass(frozen=True)
@@ -30,6 +59,8 @@ class Parity:
     tokens: int
     difference: float
     largest: float
+    own_capacity: OwnCapacity | None = None
+    """None where both sides have the same."""
 
     @property
     def tolerance(self) -> float:
@@ -37,12 +68,15 @@ class Parity:
         return _TOLERANCE * max(1.0, self.largest)
 
 
-def compare_logits(hf: Path, megatron: Path) -> Parity:
+def compare_logits(
+    hf: Path, found: FoundCheckpoint, *, rounded_to: torch.dtype = torch.float32
+) -> Parity:
     """Return how far the two sides' logits are apart.
 
     Args:
         hf: Folder in Hugging Face's format.
-        megatron: Checkpoint folder, with the tracker file.
+        found: Megatron's checkpoint.
+        rounded_to: Both sides' weights are rounded to this type: that of the coarser side.
 
     Raises:
         CheckpointError: ``transformers`` is missing, or opens the folder with weights drawn anew.
@@ -56,23 +90,52 @@ def compare_logits(hf: Path, megatron: Path) -> Parity:
 
     tokens_BS = draw(min(_SOURCE, int(config.get("max_position_embeddings", _SOURCE))))
     targets_BS = draw(_TARGET) if config.get("is_encoder_decoder") else None
-    theirs_BSV = their_scores(hf, tokens_BS, targets_BS)
-    ours_BSV = scores(megatron, tokens_BS, targets_BS)[..., : theirs_BSV.size(-1)]
+    theirs_BSV = their_scores(hf, tokens_BS, targets_BS, rounded_to=rounded_to)
+
+    def ours(routing: Mapping[str, Any]) -> Scored:
+        return scored(found, tokens_BS, targets_BS, routing=routing, rounded_to=rounded_to)
+
+    other, routing = _their_routing(config)
+    likewise = ours(routing)
+    ours_BSV = likewise.scores_BSV[..., : theirs_BSV.size(-1)]
+    own_capacity = None
+    if likewise.routed and routing:
+        own = ours({})
+        difference = float((own.scores_BSV - likewise.scores_BSV).abs().max())
+        if difference:
+            own_capacity = OwnCapacity(other, own.dropped / own.routed, difference)
     return Parity(
         tokens=theirs_BSV.shape[:2].numel(),
         difference=float((ours_BSV - theirs_BSV).abs().max()),
         largest=float(theirs_BSV.abs().max()),
+        own_capacity=own_capacity,
     )
 
 
+def _their_routing(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return what a class of ``transformers`` does with full experts, and settings for the same."""
+    if config["model_type"] == SWITCH:
+        slots = int(config["expert_capacity"])
+        routing = {"capacity": slots, "capacity_group": "sequence", "drop_order": "first_come"}
+        return f"Hugging Face's Switch has {slots} slots per expert and sequence", routing
+    return f"{config['model_type']} of transformers has no capacity", DROPLESS
+
+
 @torch.no_grad()
-def their_scores(hf: Path, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tensor:
+def their_scores(
+    hf: Path,
+    tokens_BS: Tensor,
+    targets_BS: Tensor | None,
+    *,
+    rounded_to: torch.dtype = torch.float32,
+) -> Tensor:
     """Return the scores of a model in Hugging Face's format, float32, shape (B, S, V).
 
     Args:
         hf: Its folder.
         tokens_BS: Tokens, int64; of an encoder-decoder, the encoder's.
         targets_BS: The decoder's tokens, for an encoder-decoder.
+        rounded_to: Weights are rounded to this type.
 
     Raises:
         CheckpointError: ``transformers`` is missing, or opens the folder with weights drawn anew.
@@ -104,6 +167,7 @@ def their_scores(hf: Path, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tens
             "is not complete for it, or it has no class for this model (a Switch with gated "
             "units). Compare tensors only, with --tensors-only."
         )
+    round_weights(model, rounded_to)
     inputs = {"input_ids": tokens_BS}
     if targets_BS is not None:
         inputs["decoder_input_ids"] = targets_BS

@@ -69,7 +69,13 @@ def upcycle_model(own: Namespace) -> None:
             copy_tokenizer(own.hf, folder / TOKENIZER_FOLDER)
             keep_settings(own.hf, folder / TOKENIZER_FOLDER)
         write_release(
-            folder, chunks, name_map_of(model), args, workers=own.workers, on_bytes=on_bytes
+            folder,
+            chunks,
+            name_map_of(model),
+            args,
+            workers=own.workers,
+            on_bytes=on_bytes,
+            is_untrained=True,
         )
     print(
         f"{own.save}: {own.num_experts} experts in {len(how.sparse)} "

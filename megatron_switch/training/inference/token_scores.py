@@ -9,11 +9,12 @@ Shape letters: B sequences, S positions, V rows of the vocabulary.
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from torch import Tensor
 from megatron_switch import parallel_state
 from megatron_switch.checkpoint.convert.conversion import stored_args
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
-from megatron_switch.checkpoint.load.files import find_checkpoint
+from megatron_switch.checkpoint.load.files import FoundCheckpoint, find_checkpoint
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.layout.grid import Layout
+from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.arguments.stored_arguments import with_stored_model
@@ -34,11 +36,26 @@ from megatron_switch.training.inference.trained_model import built_and_loaded
 from megatron_switch.training.loop.global_state import process_groups, validate
 from megatron_switch.training.loop.gpt_builder import resolve_dispatch
 
+DROPLESS: Mapping[str, Any] = {"capacity": None, "eval_capacity_factor": -1.0}
+"""Settings with which no token is dropped."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores, and how many tokens found their expert full."""
+
+    scores_BSV: Tensor
+    """Float32; S is the decoder's for an encoder-decoder."""
+    routed: int
+    """Tokens that routers saw, added up over the layers with experts."""
+    dropped: int
+    """Those of them that were dropped."""
+
 
 def scores(
     folder: Path, tokens_BS: Tensor, targets_BS: Tensor | None = None, *, drop: bool = True
 ) -> Tensor:
-    """Return a model's scores.
+    """Return a model's scores, float32, shape (B, S, V).
 
     Args:
         folder: Checkpoint folder, with the tracker file.
@@ -46,29 +63,54 @@ def scores(
         targets_BS: The decoder's tokens, for an encoder-decoder.
         drop: Whether experts have the capacity of evaluation; without it no token is dropped.
 
-    Returns:
-        Float32, shape (B, S, V); S is the decoder's for an encoder-decoder.
+    Raises:
+        SwitchError: The checkpoint cannot be loaded.
+    """
+    routing = {} if drop else DROPLESS
+    return scored(find_checkpoint(folder), tokens_BS, targets_BS, routing=routing).scores_BSV
+
+
+def scored(
+    found: FoundCheckpoint,
+    tokens_BS: Tensor,
+    targets_BS: Tensor | None = None,
+    *,
+    routing: Mapping[str, Any] = MappingProxyType({}),
+    rounded_to: torch.dtype = torch.float32,
+) -> Scored:
+    """Return a model's scores, and how many tokens were dropped.
+
+    Args:
+        found: The checkpoint.
+        tokens_BS: Tokens, int64; of an encoder-decoder, the encoder's.
+        targets_BS: The decoder's tokens, for an encoder-decoder.
+        routing: Fields of :class:`SwitchConfig` that shall be others than the checkpoint's.
+        rounded_to: Weights have values of this type; they are computed with in float32.
 
     Raises:
         SwitchError: The checkpoint cannot be loaded.
     """
-    found = find_checkpoint(folder)
     length = max(tokens_BS.size(1), 0 if targets_BS is None else targets_BS.size(1))
     args = _arguments(stored_args(found), length)
     with _quiet(), cuda_on_cpu():
         validate(args)
         args.padded_vocab_size = stored_args(found).padded_vocab_size
-        switch = SwitchConfig.from_args(args)
-        if not drop:
-            switch = replace(switch, capacity=None, eval_capacity_factor=-1.0)
+        switch = replace(SwitchConfig.from_args(args), **routing)
         switch = resolve_dispatch(args, switch, "cpu")
         with process_groups(args, Layout(args.world_size)):
             try:
                 state = read_common_state(found.folder)
                 module = built_and_loaded(args, switch, found.folder, state)
+                round_weights(module, rounded_to)
                 return _forward(module, tokens_BS, targets_BS)
             finally:
                 parallel_state.destroy_model_parallel()
+
+
+def round_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Round every parameter to the values of another type, in place."""
+    for parameter in module.parameters():
+        parameter.data.copy_(parameter.data.to(dtype))
 
 
 def mean_loss(scores_BSV: Tensor, labels_BS: Tensor) -> float:
@@ -106,11 +148,16 @@ def _arguments(stored: Namespace, length: int) -> Namespace:
 
 
 @torch.no_grad()
-def _forward(module: Any, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tensor:
+def _forward(module: Any, tokens_BS: Tensor, targets_BS: Tensor | None) -> Scored:
+    kept: list[Tensor] = []
+    for router in filter(lambda each: isinstance(each, SwitchRouter), module.modules()):
+        router.register_forward_hook(lambda *call: kept.append(call[2][0].routing.kept_T))
     if targets_BS is not None:
         scores_BSV: Tensor = module(tokens_BS, targets_BS)
     else:
         position_BS = torch.arange(tokens_BS.size(1)).expand_as(tokens_BS)
         padding_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
         scores_BSV = module(tokens_BS, position_BS, None, padding_mask=padding_BS)
-    return scores_BSV.float()
+    routed = sum(kept_T.numel() for kept_T in kept)
+    dropped = routed - sum(int(kept_T.sum()) for kept_T in kept)
+    return Scored(scores_BSV.float(), routed, dropped)

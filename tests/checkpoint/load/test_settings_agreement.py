@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 
 from megatron_switch.checkpoint.load.settings_agreement import (
+    UNTRAINED,
     check_model,
     check_optimizer_state,
     check_resume,
@@ -208,6 +209,13 @@ def test_another_switch_setting_is_an_error_unless_overridden(name, value, line)
     changed.switch_override_checkpoint = True
     (message,) = check_resume(common_state(arguments()), changed)
     assert line in message
+
+
+def test_what_no_run_has_trained_may_be_trained_with_any_setting():
+    changed = arguments(moe_expert_capacity_factor=2.0)
+    state = common_state(arguments()) | {UNTRAINED: True}
+    (message,) = check_resume(state, changed)
+    assert "Continuing with Switch settings other than the checkpoint's" in message
 
 
 @pytest.mark.parametrize("experts", [8, None])
