@@ -5,13 +5,11 @@ reads with ``weights_only``: no foreign file is ever unpickled. Only safetensors
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_switch.checkpoint.formats.safetensors_file import (
@@ -20,6 +18,7 @@ from megatron_switch.checkpoint.formats.safetensors_file import (
     write_safetensors,
 )
 from megatron_switch.checkpoint.formats.tensor_source import Region, TensorInfo, listing
+from megatron_switch.checkpoint.formats.torch_file import TorchFile
 from megatron_switch.errors import CheckpointError
 from megatron_switch.utils.fields import Fields, Source
 
@@ -56,7 +55,7 @@ class HuggingFaceSource:
         if not folder.is_dir():
             raise CheckpointError(f"--hf {folder} is no folder.")
         self.folder = folder
-        self._files: dict[Path, SafetensorsFile | _BinFile] = {}
+        self._files: dict[Path, SafetensorsFile | TorchFile] = {}
         self._file_of: dict[str, Path] = {}
         self.tensors: dict[str, TensorInfo] = {}
         index = self._index()
@@ -102,7 +101,7 @@ class HuggingFaceSource:
         )
 
     def _add(self, path: Path) -> None:
-        file = SafetensorsFile(path) if path.suffix == ".safetensors" else _BinFile(path)
+        file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
         self._files[path] = file
         for key, info in file.tensors.items():
             if key in self.tensors:
@@ -129,62 +128,6 @@ class HuggingFaceSource:
                 f"{path} does not name tensors that its files hold: {listing(extra)}. "
                 "Take the index that belongs to the files."
             )
-
-
-class _BinFile:
-    """A file written by torch: mapped into memory where its format allows it, never executed."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            values = _load_old(path)
-        except Exception as error:
-            raise _unsafe(path, error) from error
-        if not isinstance(values, dict) or not all(
-            isinstance(name, str) and _is_plain(value) for name, value in values.items()
-        ):
-            raise CheckpointError(
-                f"{path} is expected to hold dense tensors by name, and nothing else."
-            )
-        self._values: dict[str, Tensor] = values
-        self.tensors = {
-            key: TensorInfo(tuple(value.shape), value.dtype, path) for key, value in values.items()
-        }
-
-    def read(self, key: str, region: Region | None = None) -> Tensor:
-        value = self._values[key]
-        if region is not None:
-            value = value[region.slices_in(Region.whole(value.shape))]
-        return value.clone(memory_format=torch.contiguous_format)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether something is a tensor with a number for each of its elements."""
-    return (
-        isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-        and not value.is_quantized
-    )
-
-
-def _load_old(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _unsafe(path, error) from error
-
-
-def _unsafe(path: Path, error: Exception) -> CheckpointError:
-    # torch's message advises to let the file execute its code; only its finding is passed on.
-    found = re.search(r"Unsupported [^\n.]+|GLOBAL \S+", str(error))
-    reason = found[0] if found else (str(error).splitlines() or [type(error).__name__])[0]
-    return CheckpointError(
-        f"{path} cannot be read as plain tensors ({reason}). Nothing in it was executed. Copy it "
-        "again if it is damaged; if it holds more than tensors and you know who wrote it, save it "
-        "as safetensors first."
-    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

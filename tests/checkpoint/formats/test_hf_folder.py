@@ -1,8 +1,5 @@
 """A folder is taken as what its index says, and nothing in it is executed."""
 
-import os
-import pickle
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -69,54 +66,6 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         HuggingFaceSource(tmp_path)
     with pytest.raises(CheckpointError, match="is no folder"):
         HuggingFaceSource(tmp_path / "absent")
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_weights_that_torch_saved_are_read(tmp_path, zipped):
-    path = tmp_path / "pytorch_model.bin"
-    torch.save({"a": A, "b": B}, path, _use_new_zipfile_serialization=zipped)
-    source = HuggingFaceSource(tmp_path)
-    assert torch.equal(source.read("a"), A)
-    assert torch.equal(source.read("a", Region((1, 0), (1, 2))), A[1:, :2])
-
-
-class _Trap:
-    def __init__(self, path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("save", [torch.save, lambda v, p: p.write_bytes(pickle.dumps(v))])
-def test_code_in_weights_is_refused_and_not_run(tmp_path, save):
-    save({"a": _Trap(tmp_path / "executed")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="Nothing in it was executed") as error:
-        HuggingFaceSource(tmp_path)
-    assert not (tmp_path / "executed").exists()
-    assert "weights_only" not in str(error.value)  # torch's advice is to execute it
-
-
-def test_a_file_of_torch_that_is_damaged_is_named(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"read as plain tensors \(EOFError\)\. "):
-        HuggingFaceSource(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"a": {"b": B}},
-        {1: B},
-        [B],
-        {"a": torch.eye(2).to_sparse()},
-        {"a": torch.ones(2, device="meta")},
-    ],
-)
-def test_other_things_than_dense_tensors_are_refused(tmp_path, content):
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="expected to hold dense tensors by name"):
-        HuggingFaceSource(tmp_path)
 
 
 def test_files_are_divided_where_they_grow_too_large(tmp_path):
