@@ -1,6 +1,5 @@
 """Conversion of a checkpoint to and from Hugging Face's format, and what each action prints."""
 
-import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from megatron_switch.checkpoint.formats.source_settings import (
 from megatron_switch.checkpoint.formats.tensor_source import listing
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags, write_tokenizer
 from megatron_switch.checkpoint.load.files import checkpoint_folder, find_checkpoint
+from megatron_switch.commands.checkpoints.next_steps import next_steps
 from megatron_switch.commands.checkpoints.verify import CONTEXT, verify
 from megatron_switch.data.encoder_decoder import SpecialTokens
 from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
@@ -73,16 +73,14 @@ def _import(own: Namespace) -> None:
     if (trouble := _tokenizer_trouble(plan, args)) is not None:
         print(
             f"The tokenizer of {own.hf} was copied, but {trouble} Add --tokenizer-type and "
-            "--tokenizer-model of another one below."
+            "--tokenizer-model of another one to both commands below."
         )
     if flags["tokenizer-type"] == "NullTokenizer":
         print(
             f"{own.hf} has no tokenizer, so texts are numbers, as in '5 7 9'. For others add "
-            "--tokenizer-type and --tokenizer-model below."
+            "--tokenizer-type and --tokenizer-model to both commands below."
         )
-    print(f"Train on from it:\n{training_command(flags, own.megatron)}")
-    if flags.get("num-experts"):
-        print(capacity_text(flags))
+    print(next_steps(args, own.megatron, flags))
 
 
 def import_flags(plan: Import, target: Path) -> dict[str, Any]:
@@ -112,60 +110,6 @@ def _tokenizer_trouble(plan: Import, args: Namespace) -> str | None:
     if tokenizer.vocab_size > rows:
         return f"has {tokenizer.vocab_size} tokens, more than the {rows} rows of the embedding."
     return None
-
-
-def training_command(flags: dict[str, Any], folder: Path) -> str:
-    """Return the command that trains on from a converted checkpoint, ready to be pasted."""
-    command = [
-        *("megatron-switch", "train", "--load", str(folder), "--use-checkpoint-args"),
-        *("--save", f"{folder}-trained", "--micro-batch-size", "4", "--lr", "1e-4"),
-        *("--train-iters", "1000", "--save-interval", "500", "--data-path", "DATA"),
-    ]
-    for name in _SHOWN:
-        if flags.get(name) is not None:
-            command += [f"--{name}", str(flags[name])]
-    return shlex.join(command)
-
-
-_SHOWN = (
-    "moe-expert-capacity-factor",
-    "switch-capacity",
-    "switch-capacity-group",
-    "switch-eval-capacity-factor",
-)
-"""Which tokens experts drop is stored too; it is shown because the two sides count differently."""
-
-
-def capacity_text(flags: dict[str, Any]) -> str:
-    """Return of what the capacity of an imported model is, and what a larger micro-batch does.
-
-    Args:
-        flags: The model's flags.
-    """
-    slots = flags.get("switch-capacity")
-    by_sequence = flags.get("switch-capacity-group") == "sequence"
-    if slots is not None:
-        of_what = "one sequence" if by_sequence else "one micro-batch, all its sequences together"
-        effect = (
-            "a larger --micro-batch-size drops no more, a longer --seq-length does, and with "
-            "--switch-capacity-group microbatch all sequences would share them"
-            if by_sequence
-            else "a larger --micro-batch-size drops more"
-        )
-        return f"Capacity: an expert takes at most {slots} tokens of {of_what}; {effect}."
-    factor = flags.get("moe-expert-capacity-factor")
-    if factor is not None and float(factor) < 0:
-        return "Capacity: none, so no token is dropped, whatever --micro-batch-size is."
-    of_what = "sequence" if by_sequence else "micro-batch"
-    effect = (
-        "does not depend on --micro-batch-size"
-        if by_sequence
-        else "grows with --micro-batch-size, and a larger one drops fewer"
-    )
-    return (
-        "Capacity: an expert takes at most --moe-expert-capacity-factor times its even share of a "
-        f"{of_what}'s tokens, which {effect}."
-    )
 
 
 def _export(own: Namespace) -> None:

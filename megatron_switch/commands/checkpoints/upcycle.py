@@ -27,6 +27,7 @@ from megatron_switch.checkpoint.formats.source_settings import TOKENIZER_FOLDER,
 from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags
 from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
+from megatron_switch.commands.checkpoints.next_steps import next_steps
 from megatron_switch.commands.checkpoints.written_arguments import written_arguments
 from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
@@ -92,6 +93,7 @@ def upcycle_model(own: Namespace) -> None:
             source = None if own.load is None else checkpoint_folder(own.load)
             losses = first_losses(own.text, args, dense_folder=source, hf=own.hf, new=own.save)
         print(losses.explained(own.scale, own.num_experts))
+    print(next_steps(args, own.save, flags))
 
 
 def _from_megatron(own: Namespace) -> _Dense:

@@ -82,7 +82,12 @@ def test_every_architecture_that_the_page_names_can_be_converted():
 def test_every_flag_that_the_page_names_exists(capsys):
     seen = {f"--{name}" for name in flag_names()}
     actions = ["hf-to-megatron", "megatron-to-hf", "inspect", "verify"]
-    for words in (*(["convert", action] for action in actions), ["reshard"], ["upcycle"]):
+    for words in (
+        *(["convert", action] for action in actions),
+        ["reshard"],
+        ["upcycle"],
+        ["prepare"],
+    ):
         with pytest.raises(SystemExit):
             main([*words, "--help"])
         seen |= set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))

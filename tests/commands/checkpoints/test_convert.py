@@ -12,7 +12,6 @@ from support.tiny_run import run_command
 
 from megatron_switch.checkpoint.formats.hf_folder import read_json, write_json
 from megatron_switch.cli import main
-from megatron_switch.commands.checkpoints.convert import capacity_text, training_command
 from megatron_switch.training.inference.token_scores import scores
 
 pytestmark = pytest.mark.slow
@@ -72,48 +71,6 @@ def test_a_setting_that_differs_shows_in_the_logits(tmp_path):
 def test_an_error_is_a_message_and_an_exit_code(tmp_path, capsys):
     assert main(["convert", "inspect", str(tmp_path / "absent")]) == 2
     assert "is no folder" in capsys.readouterr().err
-
-
-def test_the_command_shows_the_capacity_of_the_other_side():
-    flags = {"switch-capacity": 64, "switch-capacity-group": "sequence", "num-layers": 2}
-    command = training_command(flags, Path("there"))
-    assert command.endswith("--switch-capacity 64 --switch-capacity-group sequence")
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (
-            {"switch-capacity": 64, "switch-capacity-group": "sequence"},
-            "Capacity: an expert takes at most 64 tokens of one sequence; a larger "
-            "--micro-batch-size drops no more, a longer --seq-length does, and with "
-            "--switch-capacity-group microbatch all sequences would share them.",
-        ),
-        (
-            {"switch-capacity": 64},
-            "Capacity: an expert takes at most 64 tokens of one micro-batch, all its sequences "
-            "together; a larger --micro-batch-size drops more.",
-        ),
-        (
-            {"moe-expert-capacity-factor": 1.25},
-            "Capacity: an expert takes at most --moe-expert-capacity-factor times its even share "
-            "of a micro-batch's tokens, which grows with --micro-batch-size, and a larger one "
-            "drops fewer.",
-        ),
-        (
-            {"moe-expert-capacity-factor": 1.25, "switch-capacity-group": "sequence"},
-            "Capacity: an expert takes at most --moe-expert-capacity-factor times its even share "
-            "of a sequence's tokens, which does not depend on --micro-batch-size.",
-        ),
-        (
-            {"moe-expert-capacity-factor": -1.0},
-            "Capacity: none, so no token is dropped, whatever --micro-batch-size is.",
-        ),
-    ],
-    ids=str,
-)
-def test_what_the_capacity_is_of_stands_below_the_command(flags, text):
-    assert capacity_text(flags) == text
 
 
 @pytest.mark.parametrize("model_type", ["t5", "llama"])
