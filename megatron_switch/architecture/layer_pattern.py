@@ -80,7 +80,7 @@ def sparse_layers(
     if not isinstance(pattern, list) or any(entry not in (0, 1) for entry in pattern):
         raise ConfigError(
             f"{flag} is a number N of at least 1, for experts in every Nth layer, or says of each "
-            f"layer whether it has experts, as in [0,1,0,1]; got {layer_freq}."
+            f"layer whether it has experts, as in [0,1,0,1]; got {layer_freq!s:.80}."
         )
     if len(pattern) != num_layers:
         raise ConfigError(
@@ -125,8 +125,15 @@ def _parsed(text: str) -> object:
     """Return the value of a pattern such as ``([0]*3+[1])*2``, without running it as code."""
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+_MOST_LAYERS = 2**16  # a longer list would fill the memory before it is compared with the model
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, list) else int(value)
 
 
 def _value(node: ast.expr) -> Any:
@@ -135,6 +142,10 @@ def _value(node: ast.expr) -> Any:
         case ast.BinOp(op=ast.Add()):
             return _value(node.left) + _value(node.right)
         case ast.BinOp(op=ast.Mult()):
-            return _value(node.left) * _value(node.right)
+            one, other = _value(node.left), _value(node.right)
+            times, length = (one, len(other)) if isinstance(other, list) else (other, _size(one))
+            if not 0 <= times * length <= _MOST_LAYERS:
+                raise ValueError(f"{times} times {length}")
+            return one * other
     value = ast.literal_eval(node)
     return list(value) if isinstance(value, tuple) else value

@@ -7,9 +7,8 @@ convert verify --hf DIR --megatron DIR
 """
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
-from megatron_switch.utils.argument_types import count
+from megatron_switch.utils.argument_types import count, path
 
 DTYPE_NAMES = ("keep", "bf16", "fp32")
 MODEL_TYPES = (
@@ -68,11 +67,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="rows of the embedding (default: without the padding that a run added)",
     )
-    action.add_argument("--tokenizer-model", help="where the tokenizer is now, if it was moved")
+    action.add_argument(
+        "--tokenizer-model", type=path, help="where the tokenizer is now, if it was moved"
+    )
     action.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer")
 
     action = actions.add_parser("inspect", help="say what a folder holds")
-    action.add_argument("folder", type=Path, metavar="DIR")
+    action.add_argument("folder", type=path, metavar="DIR")
 
     action = actions.add_parser("verify", help="compare the two sides")
     _folders(action)
@@ -85,8 +86,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _folders(parser: ArgumentParser) -> None:
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--megatron", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--hf", type=path, required=True, metavar="DIR")
+    parser.add_argument("--megatron", type=path, required=True, metavar="DIR")
 
 
 def _common(parser: ArgumentParser) -> None:

@@ -1,11 +1,10 @@
 """``megatron-switch reshard``: rewrite a checkpoint for another layout, offline, in one process."""
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from megatron_switch.flags.argv import attribute_of
 from megatron_switch.layout.sizes import FLAGS
-from megatron_switch.utils.argument_types import count
+from megatron_switch.utils.argument_types import count, path
 
 _SIZES = ("tp", "pp", "ep", "etp")  # data parallelism is what is left of the ranks
 
@@ -16,8 +15,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "Rewrite a checkpoint for another layout, weights and optimizer moments together, in one "
         "process and without a model."
     )
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--save", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--load", type=path, required=True, metavar="DIR")
+    parser.add_argument("--save", type=path, required=True, metavar="DIR")
     parser.add_argument("--iteration", type=int, help="default: the newest one")
     for name in _SIZES:
         parser.add_argument(

@@ -5,21 +5,29 @@ folder in Hugging Face's format (``--hf``: Llama, Qwen2, Qwen3, T5). With ``--te
 of the new model is reported beside the dense one's.
 """
 
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from megatron_switch.errors import DataError
-from megatron_switch.utils.argument_types import count, not_negative
+from megatron_switch.utils.argument_types import count, not_negative, path
+
+_MOST_EXPERTS = 2**16  # of which each is a tensor to write; the largest Switch has 2048
+
+
+def experts(text: str) -> int:
+    """Return a number of experts."""
+    if (number := count(text)) > _MOST_EXPERTS:
+        raise ArgumentTypeError(f"takes a whole number from 1 to {_MOST_EXPERTS}, got '{text}'")
+    return number
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = "Turn a dense model into a Switch model whose experts begin as its MLPs."
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--load", type=Path, metavar="DIR", help="a Megatron checkpoint")
-    source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face's Llama, Qwen or T5")
-    parser.add_argument("--save", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--num-experts", type=count, required=True, metavar="E")
+    source.add_argument("--load", type=path, metavar="DIR", help="a Megatron checkpoint")
+    source.add_argument("--hf", type=path, metavar="DIR", help="Hugging Face's Llama, Qwen or T5")
+    parser.add_argument("--save", type=path, required=True, metavar="DIR")
+    parser.add_argument("--num-experts", type=experts, required=True, metavar="E")
     parser.add_argument(
         "--moe-layer-freq",
         metavar="[0,1,...]",
@@ -45,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the routers")
     parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="report the first loss on this text"
+        "--text", type=path, metavar="FILE", help="report the first loss on this text"
     )
     parser.add_argument("--workers", type=count, default=1, metavar="N", help="threads")
 

@@ -2,6 +2,7 @@
 
 import math
 from argparse import ArgumentTypeError
+from pathlib import Path
 
 _MOST = 2**20  # more than there are in any cluster; beyond, answers would take minutes
 
@@ -22,3 +23,10 @@ def not_negative(text: str) -> float:
     if not 0 <= value < math.inf:
         raise ArgumentTypeError(f"takes a number, 0 or more, got '{text}'")
     return value
+
+
+def path(text: str) -> Path:
+    """Return a path; an empty word, as an unset variable leaves it, would be this folder."""
+    if not text:
+        raise ArgumentTypeError("takes a path, got an empty word")
+    return Path(text)

@@ -47,6 +47,13 @@ def test_layers_become_the_flag_and_the_flag_the_same_layers(layers):
     [
         *(0, -1, 1.5, None, True, [0, 2, 0, 1], [0, [1], 0, 1]),
         *("many", "[0,1", "[0,2]*2", "[0]*[1]", "__import__('os')", "-1", ""),
+        *(
+            "[1]*1000000000",
+            "1000000000*([0]+[1])",
+            "[0]*-1",
+            "[0]*2+3",
+            "(" * 3000 + "1" + ")" * 3000,
+        ),
     ],
 )
 def test_what_says_nothing_of_the_layers_is_refused(layer_freq):

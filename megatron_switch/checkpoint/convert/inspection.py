@@ -4,6 +4,7 @@ Nothing is loaded: headers, the index and the stored arguments are read, and for
 recognised by the files they have.
 """
 
+import shlex
 from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ def _hugging_face(folder: Path) -> Inspection:
     if model.notes:
         facts["notes"] = " ".join(model.notes)
     return Inspection(
-        facts, f"Convert it with: convert hf-to-megatron --hf {folder} --megatron DIR"
+        facts,
+        f"Convert it with: convert hf-to-megatron --hf {shlex.quote(str(folder))} --megatron DIR",
     )
 
 

@@ -163,15 +163,22 @@ def _router(chunk: TensorChunk, layer: tuple[str, int], how: Upcycling) -> Tenso
         shape,
         chunk.dtype,
         Region.whole(shape),
-        partial(_draw_router, shape, before + layer[1] + 1, how),
+        partial(_draw_router, shape, before + layer[1] + 1, how, chunk.dtype),
     )
 
 
-def _draw_router(shape: tuple[int, int], layer_number: int, how: Upcycling) -> Tensor:
+def _draw_router(
+    shape: tuple[int, int], layer_number: int, how: Upcycling, dtype: torch.dtype
+) -> Tensor:
     weight_ED = torch.zeros(shape)
     if how.router_scale:
         init_router_weight_(
             weight_ED, seed=how.seed, layer_number=layer_number, scale=how.router_scale
+        )
+    if not bool(torch.isfinite(weight_ED.to(dtype)).all()):
+        raise CheckpointError(
+            f"--router-scale {how.router_scale:g} draws weights that {dtype} cannot hold. Set a "
+            "smaller one: --switch-init-scale is 0.1."
         )
     return weight_ED
 

@@ -50,7 +50,7 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{flag} {target} cannot be written: {error}. Name a folder on another disk."
+            f"{flag} {target} cannot be written: {error}. Name another folder."
         ) from error
     with held:
         _empty(partial)

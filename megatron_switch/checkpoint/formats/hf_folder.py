@@ -5,6 +5,7 @@ reads with ``weights_only``: no foreign file is ever unpickled. Only safetensors
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -136,10 +137,12 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The file is missing or holds no JSON object.
     """
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path} is missing.")
+    if not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is no file that can be read. Copy it again.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):

@@ -111,7 +111,8 @@ def expect(source: TensorSource, key: str, shape: Sequence[int]) -> TensorInfo:
     if info.dtype not in FLOATS:
         raise CheckpointError(
             f"{info.file}: {key} is of type {info.dtype}, but a weight is expected to be one of "
-            f"{', '.join(str(dtype) for dtype in FLOATS)}. Dequantize the model first."
+            f"{', '.join(str(dtype) for dtype in FLOATS)}. Save the model in one of "
+            "these types first."
         )
     return info
 

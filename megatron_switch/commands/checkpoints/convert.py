@@ -117,8 +117,11 @@ def _export(own: Namespace) -> None:
         checkpoint_folder(own.megatron), iteration=own.iteration, context=CONTEXT
     )
     args = stored_args(found)
-    if own.tokenizer_model:
-        args.tokenizer_model = own.tokenizer_model
+    if own.tokenizer_model is not None:
+        if args.tokenizer_type == "NullTokenizer" or own.no_tokenizer:
+            why = "with --no-tokenizer" if own.no_tokenizer else "where a model has no tokenizer"
+            raise ConfigError(f"--tokenizer-model has no effect {why}. Leave it out.")
+        args.tokenizer_model = str(own.tokenizer_model)
     settings = _settings(args, found.folder.parent, own.vocab_size)
     plan = plan_export(
         found,

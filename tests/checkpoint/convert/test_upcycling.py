@@ -137,6 +137,13 @@ def test_a_weight_that_leaves_its_type_is_refused():
         made(upcycle(large, replace(HOW, scale="sqrt_e")))
 
 
+@pytest.mark.parametrize(("scale", "dtype"), [(1e300, torch.float32), (1e12, torch.float16)])
+def test_a_router_that_its_type_cannot_hold_is_refused(scale, dtype):
+    _, chunks = dense(dtype=dtype)
+    with pytest.raises(CheckpointError, match=rf"--router-scale .* {dtype} cannot hold"):
+        made(upcycle(chunks, replace(HOW, router_scale=scale)))
+
+
 def test_a_model_with_biases_is_refused():
     _, chunks = dense()
     bias = "decoder.layers.1.mlp.linear_fc2.bias"

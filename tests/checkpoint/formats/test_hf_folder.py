@@ -1,5 +1,7 @@
 """A folder is taken as what its index says, and nothing in it is executed."""
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -59,6 +61,12 @@ def test_an_index_of_other_files_is_refused(sharded):
     write_json(path, {})
     with pytest.raises(CheckpointError, match="has no weight_map"):
         HuggingFaceSource(sharded)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is no file that can be read"):
+        read_json(tmp_path / "config.json")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

@@ -272,6 +272,23 @@ def test_settings_of_experts_are_held_to_the_format(
     assert not Path("new").exists()
 
 
+def test_a_tokenizer_that_would_not_be_written_is_refused(megatron, capsys):
+    words = [
+        "convert",
+        "megatron-to-hf",
+        "--megatron",
+        "m",
+        "--hf",
+        "new",
+        "--tokenizer-model",
+        "x",
+    ]
+    assert main([*words, "--no-tokenizer"]) == 2
+    assert "--tokenizer-model has no effect with --no-tokenizer" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "no effect where a model has no tokenizer" in " ".join(capsys.readouterr().err.split())
+
+
 WRITERS = {
     "hf-to-megatron": "convert hf-to-megatron --hf hf --megatron new",
     "megatron-to-hf": "convert megatron-to-hf --megatron m --hf new",
