@@ -153,8 +153,15 @@ class _Reader:
         """Return the base and Llama 3.1's factor, from the keys of transformers 4 or 5."""
         old, new = map(self._fields.inner, ("rope_scaling", "rope_parameters"))
         entry = new if new.values else old
-        base = self._fields.number("rope_theta", 10000.0, above=0)
-        base = entry.number("rope_theta", base, above=0)
+        bases = {each.number("rope_theta", None, above=0) for each in (self._fields, old, new)}
+        kinds = [_without_base(each) for each in (old, new) if each.values]
+        if len(bases - {None}) > 1 or (len(kinds) == 2 and kinds[0] != kinds[1]):
+            raise self._fields.error(
+                "rope_parameters",
+                "rope_theta, rope_scaling and rope_parameters contradict each other, and "
+                "transformers takes one or another, depending on its version. Keep one.",
+            )
+        base = next((float(base) for base in bases if base is not None), 10000.0)
         kind = entry.text("rope_type", None) or entry.text("type", "default")
         if kind == "default" and entry.one_of("partial_rotary_factor", (None, 1.0)):
             return base, None
@@ -172,6 +179,12 @@ class _Reader:
         routing = self._fields.inner("routing")
         routing.only(ROUTING)
         return {name: _routing_value(routing, name) for name in ROUTING if routing.has(name)}
+
+
+def _without_base(entry: Fields) -> dict[str, Any]:
+    """Return how positions are scaled, under the key that both versions of transformers have."""
+    values = {key: value for key, value in entry.values.items() if key != "rope_theta"}
+    return {"rope_type": values.pop("type", "default"), **values}
 
 
 _LLAMA3 = {

@@ -141,3 +141,20 @@ def test_a_stock_type_does_not_read_keys_of_ours():
     stock = choose_type(replace(MODEL, **STOCK))[0]
     config = write_gpt_config(replace(MODEL, **STOCK), stock, "float32")
     assert read({**config, "gated": False, "normalization": "LayerNorm"}) == read(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}},
+        {"rope_theta": 5.0},
+    ],
+    ids=str,
+)
+def test_positions_that_are_described_twice_are_described_alike(changes):
+    config = write_gpt_config(MODEL, GPT_TYPES["switch_gpt"], "float32")
+    same = {"rope_scaling": {"type": "default"}, "rope_theta": MODEL.rotary_base}
+    assert read({**config, **same}) == read(config) == MODEL
+    with pytest.raises(CheckpointError, match="'rope_parameters': rope_theta, rope_scaling and"):
+        read({**config, **changes})
