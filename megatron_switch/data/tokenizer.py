@@ -156,12 +156,17 @@ def build_tokenizer(args: Namespace) -> Tokenizer:
     """Build a tokenizer as training does.
 
     Args:
-        args: Namespace with all of :data:`FLAGS`.
+        args: Namespace of :data:`FLAGS`; one that a checkpoint of an older Megatron lacks has its
+            default.
 
     Raises:
         ConfigError: A flag or a package is missing.
         DataError: A file is missing or damaged, or the tokenizer cannot end a document.
     """
+    parser = ArgumentParser()
+    add_tokenizer_arguments(parser)
+    defaults = {name: parser.get_default(name) for name in map(destination, FLAGS)}
+    args = Namespace(**{**defaults, **vars(args)})
     check_tokenizer_flags(args)
     with upstream_warnings_hidden():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as upstream

@@ -23,10 +23,9 @@ from megatron_switch.checkpoint.convert.architectures import (
     describe_export,
     describe_import,
 )
+from megatron_switch.checkpoint.convert.megatron_source import open_weights, stored_args
 from megatron_switch.checkpoint.convert.name_map import MapEntry, NameMap
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
-from megatron_switch.checkpoint.formats.dist_metadata import NOT_WEIGHTS, read_common_state
-from megatron_switch.checkpoint.formats.dist_reader import DistSource, LayeredSource
 from megatron_switch.checkpoint.formats.dist_writer import (
     EMPTY_EXTRA_STATE,
     TensorChunk,
@@ -51,7 +50,6 @@ from megatron_switch.checkpoint.formats.source_settings import (
 )
 from megatron_switch.checkpoint.formats.tensor_source import TensorSource
 from megatron_switch.checkpoint.load.files import RELEASE, TRACKER, FoundCheckpoint
-from megatron_switch.checkpoint.load.norm_keys import NeutralNorms
 from megatron_switch.checkpoint.load.settings_agreement import UNTRAINED
 from megatron_switch.errors import CheckpointError
 
@@ -209,41 +207,6 @@ def release_state(args: Namespace) -> dict[str, Any]:
             "non_homogeneous_layers": True,
         },
     }
-
-
-def open_weights(
-    found: FoundCheckpoint, args: Namespace
-) -> tuple[TensorSource, frozenset[str], DistSource]:
-    """Open a Megatron checkpoint with one key for each layer's weights.
-
-    Args:
-        found: The checkpoint.
-        args: Arguments that it stores; the depth of its stacks is read.
-
-    Returns:
-        The weights by layer, the keys that are no weights, and the files below.
-    """
-    files = DistSource(found.folder)
-    others = frozenset(key for key in files.tensors if key.startswith(NOT_WEIGHTS))
-    depths = {"decoder": args.num_layers}
-    if getattr(args, "switch_arch", "gpt") == "t5":
-        depths = {"encoder": args.num_layers, "decoder": args.decoder_num_layers}
-    return NeutralNorms(LayeredSource(files, depths, ignored=others)), others, files
-
-
-def stored_args(found: FoundCheckpoint) -> Namespace:
-    """Return the arguments that a checkpoint stores.
-
-    Raises:
-        CheckpointError: It stores none.
-    """
-    args = read_common_state(found.folder).get("args")
-    if not isinstance(args, Namespace):
-        raise CheckpointError(
-            f"{found.folder} stores no arguments, so its model is not known. Load it in a run "
-            "with the model's flags, and convert what that run saves."
-        )
-    return args
 
 
 def plan_export(

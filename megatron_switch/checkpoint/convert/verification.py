@@ -19,8 +19,8 @@ import torch
 
 from megatron_switch.architecture.model import ROUTING, TRAINING_ONLY, Architecture, described
 from megatron_switch.checkpoint.convert.architectures import describe_import, model_of_checkpoint
-from megatron_switch.checkpoint.convert.conversion import open_weights, stored_args
 from megatron_switch.checkpoint.convert.gpt_types import SWITCH_GPT
+from megatron_switch.checkpoint.convert.megatron_source import open_weights, stored_args
 from megatron_switch.checkpoint.convert.name_map import MapEntry
 from megatron_switch.checkpoint.convert.packing import PaddedRows
 from megatron_switch.checkpoint.convert.t5_config import SWITCH

@@ -13,11 +13,11 @@ from megatron_switch.checkpoint.convert.conversion import (
     Import,
     plan_export,
     plan_import,
-    stored_args,
     write_export,
     write_import,
 )
 from megatron_switch.checkpoint.convert.inspection import inspect_folder
+from megatron_switch.checkpoint.convert.megatron_source import stored_args
 from megatron_switch.checkpoint.formats.source_settings import (
     TOKENIZER_FOLDER,
     SourceSettings,

@@ -14,11 +14,10 @@ from megatron_switch.architecture.layer_pattern import Stack, sparse_layers
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.checkpoint.convert.architectures import model_of_checkpoint, name_map_of
 from megatron_switch.checkpoint.convert.conversion import (
-    open_weights,
     plan_import,
-    stored_args,
     write_release,
 )
+from megatron_switch.checkpoint.convert.megatron_source import open_weights, stored_args
 from megatron_switch.checkpoint.convert.upcycling import Upcycling, upcycle
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_writer import TensorChunk

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_switch import parallel_state
-from megatron_switch.checkpoint.convert.conversion import stored_args
+from megatron_switch.checkpoint.convert.megatron_source import stored_args
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.load.files import FoundCheckpoint, find_checkpoint
 from megatron_switch.config import SwitchConfig

@@ -101,3 +101,14 @@ def test_coefficients_of_losses_are_those_of_the_source(family):
 def test_a_number_of_parts_that_no_tensor_holds_is_answered_at_once(family, key):
     with pytest.raises(CheckpointError, match=r"more tensors? than the 1000 there are"):
         described({**config_of(family), key: 10**9})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_of_a_key_ends_in_a_traceback(family):
+    config = config_of(family)
+    for key in (*config, "rope_scaling", "layer_types", "num_experts", "feed_forward_proj"):
+        for value in (None, True, 0, -1, 10**30, 0.5, float("nan"), "", "x", [], [[1]], {"a": 1}):
+            try:
+                described({**config, key: value})
+            except CheckpointError:
+                continue
