@@ -20,6 +20,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
+from megatron_switch.checkpoint.formats.tokenizer_files import find_tokenizer
 from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.config import switch_traits
 from megatron_switch.data.tokenizer import FLAGS
@@ -83,15 +84,19 @@ def with_checkpoint_args(line: CommandLine) -> CommandLine:
     for name in RECIPES["switch"].keys() - line.explicit:
         if hasattr(stored, name):
             setattr(args, name, getattr(stored, name))
-    return with_stored_model(line, stored)
+    return with_stored_model(line, stored, where=found.folder.parent)
 
 
-def with_stored_model(line: CommandLine, stored: Namespace) -> CommandLine:
+def with_stored_model(
+    line: CommandLine, stored: Namespace, *, where: Path | None = None
+) -> CommandLine:
     """Return a command line that describes the model of a checkpoint.
 
     Args:
         line: The parsed command line; its namespace is changed in place.
         stored: Arguments of the run that wrote the checkpoint, validated as Megatron stores them.
+        where: The checkpoint's folder. A converted one has its tokenizer inside, which is found
+            there where the folder was moved.
 
     Returns:
         The same namespace; no default replaces what was taken.
@@ -100,4 +105,9 @@ def with_stored_model(line: CommandLine, stored: Namespace) -> CommandLine:
     taken = {name for name in names if hasattr(stored, name) and hasattr(line.args, name)}
     for name in taken:
         setattr(line.args, name, getattr(stored, name))
+    if where is not None and "tokenizer_model" in taken and line.args.tokenizer_model:
+        named = Path(line.args.tokenizer_model)
+        found = find_tokenizer(named, where)
+        if found not in (named, None):
+            line.args.tokenizer_model = str(found.resolve())
     return CommandLine(line.args, line.explicit, stored=frozenset(taken))

@@ -138,7 +138,7 @@ def open_trained_model(
     state = read_common_state(found.folder)
     stored = state.get("args")
     if stored is not None:
-        line = with_stored_model(line, stored)
+        line = with_stored_model(line, stored, where=found.folder.parent)
     elif "num_layers" not in line.explicit:
         raise CheckpointError(
             f"The checkpoint {found.folder} stores no arguments, so its model is not known. Give "

@@ -183,6 +183,20 @@ def test_model_and_routing_come_from_the_checkpoint_unless_given(sparse_line, fo
     assert line.args.load == str(folder)
 
 
+def test_a_tokenizer_inside_of_a_checkpoint_moves_with_it(sparse_line, folder, tmp_path):
+    model = folder / "tokenizer" / "spiece.model"
+    stored = sparse_line("").args
+    stored.tokenizer_model = str(model)
+    save(folder, 3, stored)
+    model.parent.mkdir()
+    model.touch()
+    moved = folder.rename(tmp_path / "moved")
+    line = with_checkpoint_args(sparse_line(f"--use-checkpoint-args --load {moved}"))
+    assert line.args.tokenizer_model == str(moved / "tokenizer" / "spiece.model")
+    line = f"--use-checkpoint-args --load {moved} --tokenizer-model other"
+    assert with_checkpoint_args(sparse_line(line)).args.tokenizer_model == "other"
+
+
 def test_nowhere_to_take_the_model_from(sparse_line, folder):
     with pytest.raises(ConfigError, match=r"no checkpoint is given\. Add --load"):
         with_checkpoint_args(sparse_line("--use-checkpoint-args"))
