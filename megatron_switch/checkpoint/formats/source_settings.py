@@ -6,6 +6,7 @@ keeps them in a file beside the tokenizer. A run that continues from it names th
 arguments, so an export finds the file and writes the settings back.
 """
 
+import shutil
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 from megatron_switch.checkpoint.formats.hf_folder import (
     CONFIG,
     config_fields,
+    copy_tokenizer,
     read_json,
     write_json,
 )
@@ -62,6 +64,20 @@ def keep_settings(hf: Path, folder: Path) -> None:
         kept["generation_config"] = read_json(hf / GENERATION)
     folder.mkdir(exist_ok=True)
     write_json(folder / FILE, kept)
+
+
+def copy_settings(source: Path, target: Path) -> None:
+    """Copy the tokenizer inside of a converted checkpoint, and these settings, where it has them.
+
+    Args:
+        source: Folder of a checkpoint.
+        target: Folder of another one that is made of it.
+    """
+    source, target = source / TOKENIZER_FOLDER, target / TOKENIZER_FOLDER
+    copy_tokenizer(source, target)
+    if (source / FILE).is_file():
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(source / FILE, target / FILE)
 
 
 def kept_settings(args: Namespace, where: Path) -> SourceSettings:

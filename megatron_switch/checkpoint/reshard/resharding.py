@@ -22,6 +22,7 @@ from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_metadata import COMMON_STATE_KEY, read_common_state
 from megatron_switch.checkpoint.formats.dist_reader import DistSource
 from megatron_switch.checkpoint.formats.dist_writer import TensorChunk, write_dist_checkpoint
+from megatron_switch.checkpoint.formats.source_settings import copy_settings
 from megatron_switch.checkpoint.formats.tensor_source import differing_bits
 from megatron_switch.checkpoint.load.files import RELEASE, TRACKER, FoundCheckpoint
 from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
@@ -180,6 +181,7 @@ def write_resharding(
             iteration, plan.chunks, objects, plan.state, workers=workers, on_bytes=on_bytes
         )
         compare_copies(plan, DistSource(iteration), on_bytes)
+        copy_settings(plan.found.folder.parent, folder)
         tracker = RELEASE if plan.found.is_release else str(plan.found.iteration)
         (folder / TRACKER).write_text(tracker, encoding="utf-8")
 

@@ -22,13 +22,21 @@ from megatron_switch.checkpoint.convert.upcycling import Upcycling, upcycle
 from megatron_switch.checkpoint.formats.atomic_folder import folder_put_in_place
 from megatron_switch.checkpoint.formats.dist_writer import TensorChunk
 from megatron_switch.checkpoint.formats.hf_folder import copy_tokenizer
-from megatron_switch.checkpoint.formats.source_settings import TOKENIZER_FOLDER, keep_settings
+from megatron_switch.checkpoint.formats.source_settings import (
+    TOKENIZER_FOLDER,
+    copy_settings,
+    keep_settings,
+)
 from megatron_switch.checkpoint.formats.tensor_source import Region
 from megatron_switch.checkpoint.formats.tokenizer_files import tokenizer_flags
 from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
 from megatron_switch.commands.checkpoints.next_steps import next_steps
 from megatron_switch.commands.checkpoints.written_arguments import written_arguments
 from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.training.arguments.stored_arguments import (
+    model_attributes,
+    tokenizer_attributes,
+)
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.progress import bytes_progress
 from megatron_switch.utils.units import size_text
@@ -44,6 +52,10 @@ class _Dense:
     """Flags of its tokenizer and precision."""
     notes: tuple[str, ...] = ()
     """What the user should know."""
+    args: Namespace | None = None
+    """Arguments of the run that trained it, where a checkpoint stores them."""
+    folder: Path | None = None
+    """Folder of that checkpoint."""
 
 
 @known_warnings_hidden()
@@ -60,6 +72,8 @@ def upcycle_model(own: Namespace) -> None:
     chunks = upcycle(dense.chunks, how)
     flags = {**model.to_flags(), **dense.flags}
     args = written_arguments(flags, padded_vocab_size=model.padded_vocab_size)
+    if dense.args is not None:
+        _keep_settings_of(dense.args, args)
     size = sum(chunk.nbytes for chunk in chunks)
     with (
         bytes_progress("upcycling", size) as on_bytes,
@@ -68,6 +82,8 @@ def upcycle_model(own: Namespace) -> None:
         if own.hf is not None:
             copy_tokenizer(own.hf, folder / TOKENIZER_FOLDER)
             keep_settings(own.hf, folder / TOKENIZER_FOLDER)
+        if dense.folder is not None:
+            copy_settings(dense.folder, folder)
         write_release(
             folder,
             chunks,
@@ -111,7 +127,16 @@ def _from_megatron(own: Namespace) -> _Dense:
     )
     names = ("tokenizer_type", "tokenizer_model", "vocab_size", "bf16", "fp16")
     flags = {name: getattr(args, name, None) for name in names}
-    return _Dense(model, chunks, flags)
+    return _Dense(model, chunks, flags, args=args, folder=found.folder.parent)
+
+
+def _keep_settings_of(dense: Namespace, args: Namespace) -> None:
+    """Give the new model every setting that the dense one had, but for those of experts."""
+    others = {"make_vocab_size_divisible_by"} | tokenizer_attributes()
+    for name in model_attributes() | others:
+        of_experts = name.startswith(("num_experts", "moe_", "switch_", "expert_"))
+        if not of_experts and hasattr(dense, name) and hasattr(args, name):
+            setattr(args, name, getattr(dense, name))
 
 
 def _from_hf(own: Namespace) -> _Dense:

@@ -88,6 +88,23 @@ def test_there_and_back_and_after_training(tmp_path, source, multiple):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["reshard", "upcycle --num-experts 2"])
+def test_what_is_made_of_a_checkpoint_does_not_need_it_any_more(tmp_path, tokenizer, command):
+    hf, megatron, new, back = (str(tmp_path / name) for name in ("hf", "m", "new", "back"))
+    hf_models.save(Path(hf), "llama")
+    shutil.copyfile(tokenizer, Path(hf) / "spiece.model")
+    write_json(Path(hf) / "config.json", {**read_json(Path(hf) / "config.json"), **IDS["llama"]})
+    succeeded("convert", "hf-to-megatron", "--hf", hf, "--megatron", megatron)
+    succeeded(*command.split(), "--load", megatron, "--save", new)
+    shutil.rmtree(megatron)
+    succeeded("convert", "megatron-to-hf", "--megatron", new, "--hf", back)
+    config = read_json(Path(back) / "config.json")
+    assert {name: config[name] for name in TOKEN_IDS if name in config} == IDS["llama"]
+    assert config["vocab_size"] == ROWS
+    assert (Path(back) / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gpt", "t5"])
 def test_a_run_of_ours_is_exported_with_the_tokens_of_its_tokenizer(tmp_path, tokenizer, arch):
     model = (

@@ -19,6 +19,10 @@ from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.load.files import checkpoint_folder, find_checkpoint
 from megatron_switch.commands.checkpoints.first_loss import FirstLosses
 from megatron_switch.testing.checkpoints import load_tensors
+from megatron_switch.training.arguments.stored_arguments import (
+    model_attributes,
+    tokenizer_attributes,
+)
 
 E = 4
 LENGTH, WINDOWS = 16, 4
@@ -201,3 +205,20 @@ def test_a_text_that_is_none_or_short_is_refused(tmp_path, drawn_model):
     assert outcome.code == 2
     assert re.search(r"has \d tokens, but a\s+window has 17\. The checkpoint", outcome.errors)
     assert find_checkpoint(tmp_path / "new").is_release
+
+
+@pytest.mark.slow
+def test_every_setting_of_the_dense_run_is_kept(tmp_path):
+    odd = "--attention-softmax-in-fp32 --hidden-dropout 0.3 --attention-dropout 0.2 --bf16"
+    odd += " --rotary-percent 0.5 --max-position-embeddings 64 --make-vocab-size-divisible-by 64"
+    model = MODEL.replace("SentencePieceTokenizer", "NullTokenizer --vocab-size 127")
+    trained(f"{model} {odd} --save {tmp_path / 'dense'}")
+    words = ("--load", str(tmp_path / "dense"), "--save", str(tmp_path / "new"))
+    succeeded("upcycle", *words, "--num-experts", str(E))
+    before, after = (
+        vars(read_common_state(find_checkpoint(tmp_path / name).folder)["args"])
+        for name in ("dense", "new")
+    )
+    names = model_attributes() | tokenizer_attributes() | {"make_vocab_size_divisible_by"}
+    different = {name for name in names if before.get(name) != after.get(name)}
+    assert different == {"num_experts", "moe_layer_freq", "moe_ffn_hidden_size"}
