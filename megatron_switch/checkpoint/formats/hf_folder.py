@@ -41,7 +41,20 @@ TOKENIZER_FILES = (
     "merges.txt",
     "vocab.txt",
     "chat_template.jinja",
+    "chat_template.json",
 )
+
+
+_INSTEAD = {
+    "adapter_model.*": "It is an adapter (PEFT): merge it into its model first, with "
+    "merge_and_unload and save_pretrained.",
+    "snapshots": "It is a folder of the Hub's cache: name the one below snapshots.",
+    "*.gguf": "It is quantized (GGUF): take the model that it was made of.",
+    "consolidated.*": "These are the weights as Meta publishes them: take the folder with "
+    "model.safetensors of the same model.",
+    "latest_checkpointed_iteration.txt": "It is a Megatron checkpoint.",
+}
+"""What a folder without weights may hold instead, by a pattern of its files: the way out."""
 
 
 class HuggingFaceSource:
@@ -54,7 +67,10 @@ class HuggingFaceSource:
             CheckpointError: Files are missing or damaged, or disagree with the index.
         """
         if not folder.is_dir():
-            raise CheckpointError(f"--hf {folder} is no folder.")
+            raise CheckpointError(
+                f"--hf {folder} is no folder, and nothing is downloaded. A model of the Hub is "
+                "fetched with: hf download NAME --local-dir DIR"
+            )
         self.folder = folder
         self._files: dict[Path, SafetensorsFile | TorchFile] = {}
         self._file_of: dict[str, Path] = {}
@@ -96,9 +112,13 @@ class HuggingFaceSource:
         for name in (_SAFETENSORS, _BIN):
             if (self.folder / name).is_file():
                 return [self.folder / name]
+        hint = next(
+            (hint for name, hint in _INSTEAD.items() if any(self.folder.glob(name))),
+            "Name the folder that save_pretrained wrote.",
+        )
         raise CheckpointError(
             f"{self.folder} holds no weights: neither {_SAFETENSORS}, {_BIN}, nor an index of "
-            "several such files. Name the folder that save_pretrained wrote."
+            f"several such files. {hint}"
         )
 
     def _add(self, path: Path) -> None:

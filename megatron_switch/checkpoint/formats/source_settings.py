@@ -53,9 +53,10 @@ def keep_settings(hf: Path, folder: Path) -> None:
         folder: Tokenizer's folder of the checkpoint; made where there is none.
 
     Raises:
-        CheckpointError: A file of the source cannot be read.
+        CheckpointError: A file of the source cannot be read, or names tokens by other than ids.
     """
     config = read_json(hf / CONFIG)
+    check_token_ids(config, str(hf / CONFIG))
     kept: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "token_ids": {name: config[name] for name in TOKEN_IDS if name in config},
@@ -64,6 +65,23 @@ def keep_settings(hf: Path, folder: Path) -> None:
         kept["generation_config"] = read_json(hf / GENERATION)
     folder.mkdir(exist_ok=True)
     write_json(folder / FILE, kept)
+
+
+def check_token_ids(config: Mapping[str, Any], where: str) -> None:
+    """Raise unless the tokens with a meaning are ids, several ids, or none.
+
+    Args:
+        config: Content of a ``config.json``.
+        where: The file, for messages.
+
+    Raises:
+        CheckpointError: Naming the first that is something else.
+    """
+    fields = config_fields(config, where, "converted")
+    for name in filter(fields.has, TOKEN_IDS):
+        value = config[name]
+        if not all(type(each) is int for each in (value if isinstance(value, list) else [value])):
+            raise fields.wrong(name, "the id of a token, a list of ids, or null")
 
 
 def copy_settings(source: Path, target: Path) -> None:

@@ -100,10 +100,8 @@ def import_flags(plan: Import, target: Path) -> dict[str, Any]:
 
 def _tokenizer_trouble(plan: Import, args: Namespace) -> str | None:
     """Say why training could not use a source's tokenizer, or None."""
-    there = tokenizer_flags(plan.folder, plan.folder, plan.model.vocab_size)
-    place = there.get("tokenizer-model")
     try:
-        tokenizer = build_tokenizer(Namespace(**{**vars(args), "tokenizer_model": place}))
+        tokenizer = build_tokenizer(args)  # of the files that were copied
     except (ConfigError, DataError) as error:
         return f"cannot be used: {error}"
     rows = plan.model.padded_vocab_size

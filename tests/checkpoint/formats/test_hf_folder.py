@@ -72,8 +72,24 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no weights"):
         HuggingFaceSource(tmp_path)
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match=r"is no folder, and nothing is downloaded\. .* hf"):
         HuggingFaceSource(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("adapter_model.safetensors", "merge it into its model first"),
+        ("snapshots", "name the one below snapshots"),
+        ("model-q4.gguf", "take the model that it was made of"),
+        ("consolidated.00.pth", "as Meta publishes them"),
+        ("latest_checkpointed_iteration.txt", "It is a Megatron checkpoint"),
+    ],
+)
+def test_what_a_folder_holds_instead_of_weights_is_named(tmp_path, name, hint):
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=f"holds no weights: .* {hint}"):
+        HuggingFaceSource(tmp_path)
 
 
 def test_files_are_divided_where_they_grow_too_large(tmp_path):

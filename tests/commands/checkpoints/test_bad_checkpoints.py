@@ -199,79 +199,6 @@ def test_a_missing_iteration_names_the_flag(tmp_path, capsys):
     assert "--iteration 6 asks for" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "words"),
-    [
-        (
-            "qwen2_moe",
-            {"num_experts": "four"},
-            ["'num_experts': expected", 'found "four"', "0 or more"],
-        ),
-        (
-            "qwen2_moe",
-            {"decoder_sparse_step": 0},
-            ["'decoder_sparse_step': expected", "found 0", "1 or more"],
-        ),
-        (
-            "qwen2_moe",
-            {"mlp_only_layers": 1},
-            ["'mlp_only_layers': expected", "found 1", "numbers from 0 to 3"],
-        ),
-        ("qwen2_moe", {"mlp_only_layers": [4]}, ["'mlp_only_layers': expected", "found [4]"]),
-        (
-            "qwen2_moe",
-            {"moe_intermediate_size": -1},
-            ["'moe_intermediate_size': expected", "found -1"],
-        ),
-        (
-            "switch_transformers",
-            {"num_experts": 0},
-            ["'num_experts': expected", "found 0", "1 or more"],
-        ),
-        (
-            "switch_transformers",
-            {"expert_capacity": "64"},
-            ["'expert_capacity': expected", 'found "64"'],
-        ),
-        (
-            "switch_transformers",
-            {"encoder_sparse_step": [2]},
-            ["'encoder_sparse_step': expected", "found [2]"],
-        ),
-        (
-            "switch_transformers",
-            {"dropout_rate": 1.5},
-            ["'dropout_rate': expected", "found 1.5", "below 1"],
-        ),
-        (
-            "switch_transformers",
-            {"layer_norm_epsilon": 0},
-            ["'layer_norm_epsilon': expected", "found 0"],
-        ),
-        (
-            "switch_transformers",
-            {"router_aux_loss_coef": "a"},
-            ["'router_aux_loss_coef': expected", 'found "a"'],
-        ),
-        (
-            "switch_transformers",
-            {"num_decoder_layers": 1.5},
-            ["'num_decoder_layers': expected", "found 1.5"],
-        ),
-    ],
-)
-def test_settings_of_experts_are_held_to_the_format(
-    tmp_path, monkeypatch, capsys, model_type, changes, words
-):
-    monkeypatch.chdir(tmp_path)
-    hf_models.save(tmp_path / "hf", model_type)
-    settings(**changes)(Path("hf"))
-    assert main(["convert", "hf-to-megatron", "--hf", "hf", "--megatron", "new"]) == 2
-    message = " ".join(capsys.readouterr().err.split())
-    assert [word for word in ["hf/config.json, key ", *words] if word not in message] == [], message
-    assert not Path("new").exists()
-
-
 def test_a_tokenizer_that_would_not_be_written_is_refused(megatron, capsys):
     words = [
         "convert",
@@ -312,7 +239,8 @@ def test_a_disk_that_fills_up_meanwhile_is_an_error_and_leaves_nothing(
     assert code == 2
     message = " ".join(capsys.readouterr().err.split("megatron-switch: error:")[1].split())
     assert "new could not be written to its end, and nothing of it is left" in message
-    assert "File too large. Free some space" in message
+    assert "File too large" in message
+    assert "Free some space" in message
     assert sorted(Path().rglob("*")) == before
 
 
