@@ -47,6 +47,7 @@ __all__ = [
     "operator_packet",
     "operator_schema",
     "replace_tensorboard_writer",
+    "replace_wandb_writer",
     "storage_address",
     "with_values",
     "without_dispatch_modes",
@@ -128,6 +129,16 @@ def replace_tensorboard_writer(writer: Any) -> Any:
     before = global_vars._GLOBAL_TENSORBOARD_WRITER
     if writer is not None:
         global_vars._GLOBAL_TENSORBOARD_WRITER = writer
+    return before
+
+
+def replace_wandb_writer(writer: Any) -> Any:
+    """Put ``writer`` into Megatron's Weights & Biases slot, as the function above does."""
+    from megatron.training import global_vars
+
+    before = global_vars._GLOBAL_WANDB_WRITER
+    if writer is not None:
+        global_vars._GLOBAL_WANDB_WRITER = writer
     return before
 
 

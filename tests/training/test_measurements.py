@@ -1,6 +1,7 @@
 """What is logged of a step is the same whatever goes on around it."""
 
 import pytest
+from support.event_files import scalar_steps, scalar_tags
 from support.tiny_run import EXACT, read_records, trained
 
 pytestmark = pytest.mark.slow
@@ -40,3 +41,33 @@ def test_records_of_steps_are_equal(plain, tmp_path, around):
     trained(f"{flags} {around} --switch-metrics-file {tmp_path / 'metrics.jsonl'}")
     assert steps(tmp_path / "metrics.jsonl") == expected  # bit by bit
     assert len(expected) == 4
+
+
+def test_every_evaluation_has_a_name_and_a_step_that_is_computed_again_is_logged_once(
+    data, tmp_path
+):
+    folder = tmp_path / "run"
+    flags = f"{EXACT} {data} --switch-run-dir {folder}"
+    outcome = trained(flags)
+    for name in ("validation loss", "validation routing"):
+        assert outcome.screen.count(f" {name} at iteration 4 |") == 1
+        assert outcome.screen.count(f" {name} at iteration 4 after training |") == 1
+    assert outcome.screen.count(" test loss at iteration 4 |") == 1
+    records = read_records(folder / "metrics.jsonl", "validation")
+    assert [(one["iteration"], one["after_training"]) for one in records] == [
+        (2, False),
+        (4, False),
+        (4, True),
+    ]
+    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.write_text("2")  # as if the run had been killed in iteration 4, before it saved
+    trained(flags)
+    events = folder / "tensorboard"
+    losses = {name for name in scalar_tags(events) if name.startswith("lm loss")}
+    named = ("validation", "validation after training", "test")
+    sequence = {"lm loss", *(f"lm loss {name}" for name in named)}
+    assert losses == sequence | {f"{name} vs samples" for name in sequence}
+    assert scalar_steps(events, "lm loss") == [1, 2, 3, 4]
+    assert scalar_steps(events, "lm loss vs samples") == [8, 16, 24, 32]
+    assert scalar_steps(events, "lm loss validation") == [2, 4]
+    assert scalar_steps(events, "dropped_fraction test") == [4]

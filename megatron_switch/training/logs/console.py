@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from megatron_switch.errors import SwitchError
+from megatron_switch.training.logs.evaluation_names import named_line
 from megatron_switch.training.logs.known_warnings import find_known_warning
 
 _ARGUMENTS_BEGIN, _ARGUMENTS_END = "--- arguments ---", "--- end of arguments ---"
@@ -177,7 +178,7 @@ class _Splitter:
     def write(self, text: str) -> int:
         self._pending += text
         *lines, self._pending = self._pending.split("\n")
-        for line in lines:
+        for line in map(named_line, lines):
             self._note(line)
             if not self._is_hidden(line):
                 self._screen.write(line + "\n")

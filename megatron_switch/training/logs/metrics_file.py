@@ -5,10 +5,12 @@ norm and learning rate pass through ``add_scalar`` on the last rank, each iterat
 :class:`StepWriter` takes the writer's place, forwards everything to the real one, and joins the
 values with the routing report of the same iteration. An evaluation has a record of its own, of the
 same form without what only a training step has; its router losses are those of its own tokens.
+``after_training`` says of a validation whether it followed the last step: at the last iteration
+there are two, of different batches.
 
 A run that resumes at iteration N drops the records from N on that an interrupted run had written
-already, so that every iteration is in the file once. The file is strict JSON: a value that is not
-finite, such as the gradient norm of a skipped fp16 step, is null.
+already, so that every iteration is in the file once; TensorBoard's files likewise. The file is
+strict JSON: a value that is not finite, such as the gradient norm of a skipped fp16 step, is null.
 """
 
 import json
@@ -19,6 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_switch.moe.metrics.routing_counts import RoutingReport
+from megatron_switch.training.logs.evaluation_names import (
+    AFTER_TRAINING,
+    VALIDATION,
+    name_of_set,
+    named_tag,
+)
+from megatron_switch.training.logs.tensorboard_files import drop_from
 from megatron_switch.utils.atomic_file import renamed_into_place
 
 SCHEMA = "megatron-switch/metrics/1"
@@ -62,6 +71,7 @@ class StepWriter:
 
     Args:
         tensorboard: The real writer, or None without ``--tensorboard-dir``.
+        tensorboard_folder: Folder of the real writer.
         metrics: Where records go, or None without a metrics file.
         sequence_length: Tokens of a sample, for throughput.
         array_interval: Iterations between records with per-layer and per-expert arrays.
@@ -73,6 +83,7 @@ class StepWriter:
         tensorboard: Any,
         metrics: MetricsFile | None,
         *,
+        tensorboard_folder: Path | None = None,
         sequence_length: int,
         array_interval: int,
         clock: Callable[[], float],
@@ -86,17 +97,34 @@ class StepWriter:
         self._last_step: int | None = None
         self._record: dict[str, Any] = {}
         self._evaluated: tuple[str, float | None] = ("", None)
+        self._evaluation = VALIDATION
+        self._old_events = None if tensorboard is None else tensorboard_folder
+
+    def begin_evaluation(self, evaluation: str) -> None:
+        """Note which evaluation the values that Megatron calls "validation" are of.
+
+        Args:
+            evaluation: One of the names of :mod:`megatron_switch.training.logs.evaluation_names`.
+        """
+        self._evaluation = evaluation
 
     def add_scalar(self, tag: str, value: Any, step: int, *args: Any, **kwargs: Any) -> None:
         """Forward to TensorBoard, and keep what belongs to the iteration's record."""
-        if self._tensorboard is not None:
-            self._tensorboard.add_scalar(tag, value, step, *args, **kwargs)
+        self._write_scalar(named_tag(tag, self._evaluation), value, step, *args, **kwargs)
         if tag in _NAMES:
             self._record_of(step)[_NAMES[tag]] = _finite(value)
         elif tag == _BATCH_SIZE:
             self._record_of(step)["tokens_per_second"] = self._rate(int(value), step)
         elif match := _VALIDATION_LOSS.match(tag):
             self._evaluated = match["name"] or "", _finite(value)
+
+    def _write_scalar(self, tag: str, value: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        if self._tensorboard is None:
+            return
+        if self._old_events is not None:
+            drop_from(self._old_events, step)
+            self._old_events = None
+        self._tensorboard.add_scalar(tag, value, step, *args, **kwargs)
 
     def add_routing(self, report: RoutingReport, iteration: int) -> None:
         """Complete the record of an iteration with its routing.
@@ -132,9 +160,9 @@ class StepWriter:
         return rate
 
     def add_evaluation(
-        self, report: RoutingReport | None, split: str, iteration: int
+        self, report: RoutingReport | None, iteration: int
     ) -> dict[str, float | None]:
-        """Write an evaluation's record: its loss, and how its tokens were routed.
+        """Write the record of the evaluation in progress: its loss, and how tokens were routed.
 
         The router's losses are those of the evaluated tokens, raw, and no part of ``lm_loss``.
 
@@ -142,17 +170,20 @@ class StepWriter:
             The logged values of the routing, by name.
         """
         self.finish_iteration()
-        (name, loss), self._evaluated = self._evaluated, ("", None)
-        split += name
+        (of_set, loss), self._evaluated = self._evaluated, ("", None)
         scalars: dict[str, float | None] = {}
         if report is not None:
             scalars = _routing_scalars(report)
-        if self._tensorboard is not None:
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(f"{name} {split}", value, iteration)
+        label = name_of_set(self._evaluation, of_set)
+        for name, value in scalars.items():
+            self._write_scalar(f"{name} {label}", value, iteration)
         if self._metrics is not None:
-            self._metrics.write({"iteration": iteration, "kind": split, "lm_loss": loss, **scalars})
-        return {f"{name} {split}": value for name, value in scalars.items()}
+            record: dict[str, Any] = {"iteration": iteration, "kind": label}
+            if self._evaluation in (VALIDATION, AFTER_TRAINING):
+                record["kind"] = VALIDATION + of_set
+                record["after_training"] = self._evaluation == AFTER_TRAINING
+            self._metrics.write({**record, "lm_loss": loss, **scalars})
+        return {f"{name} {label}": value for name, value in scalars.items()}
 
     def __getattr__(self, name: str) -> Any:
         """Return every other method of TensorBoard's writer, or without one a no-op."""

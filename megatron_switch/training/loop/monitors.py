@@ -14,21 +14,32 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_logging import set_moe_metrics_tracker
-from megatron.training.global_vars import get_wandb_writer
 
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.config import SwitchConfig
 from megatron_switch.moe.metrics.routing_counts import RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker, console_text
 from megatron_switch.training.logs.drop_watch import drop_watch_of
+from megatron_switch.training.logs.evaluation_names import (
+    AFTER_TRAINING,
+    TEST,
+    VALIDATION,
+    NamedValues,
+    is_after_training,
+)
 from megatron_switch.training.logs.metrics_file import MetricsFile, StepWriter
 from megatron_switch.training.loop.forward_step import ForwardStep, forward_step_of
 from megatron_switch.training.loop.global_state import training_seconds
 from megatron_switch.training.loop.nonfinite import NonFiniteGuard
-from megatron_switch.upstream.private import open_log_writers, replace_tensorboard_writer
+from megatron_switch.upstream.private import (
+    open_log_writers,
+    replace_tensorboard_writer,
+    replace_wandb_writer,
+)
 from megatron_switch.utils.progress import PeriodicReport
 
-_SPLITS = ("validation", "test")
+_TEST_SPLIT = 1
+"""What the forward step calls the test data."""
 _INTERVAL_S = 15.0
 """Seconds between the lines of a long evaluation."""
 
@@ -73,7 +84,7 @@ def loop_monitors(
         model.transformer.finalize_model_grads_func = guard
     try:
         yield LoopMonitors(
-            forward_step, EvaluationReporter(tracker, forward_step, writer, progress)
+            forward_step, EvaluationReporter(args, tracker, forward_step, writer, progress)
         )
     except RuntimeError as error:
         if guard is not None:
@@ -93,6 +104,7 @@ def _step_writer(args: Namespace, switch: SwitchConfig) -> StepWriter | None:
     writer = StepWriter(
         replace_tensorboard_writer(None),
         None if path is None else MetricsFile(Path(path)),
+        tensorboard_folder=Path(args.tensorboard_dir) if args.tensorboard_dir else None,
         # Of a sample, for throughput: both sides of a t5.
         sequence_length=args.seq_length + (args.decoder_seq_length or 0),
         array_interval=switch.metrics_interval,
@@ -149,9 +161,10 @@ class EvaluationProgress:
 
 
 class EvaluationReporter:
-    """Reports the routing of evaluations.
+    """Names evaluations in the logs, and reports their routing.
 
     Args:
+        args: Validated arguments, which the loop keeps up to date.
         tracker: Holds the statistics that routers recorded.
         forward_step: Knows which data iterator was read.
         writer: The last rank's writer; None on the others.
@@ -160,31 +173,53 @@ class EvaluationReporter:
 
     def __init__(
         self,
+        args: Namespace,
         tracker: SwitchMetricsTracker,
         forward_step: ForwardStep,
         writer: StepWriter | None,
         progress: EvaluationProgress,
     ) -> None:
+        self._args = args
         self._tracker = tracker
         self._forward_step = forward_step
         self._writer = writer
         self._progress = progress
-        self._split = _SPLITS[0]
+        self._evaluation = VALIDATION
+        self._seen: tuple[int | None, int] = (None, 0)
+        wandb_writer = replace_wandb_writer(None)
+        self._wandb = None if wandb_writer is None else NamedValues(wandb_writer)
+        if self._wandb is not None:
+            replace_wandb_writer(self._wandb)
 
     def collect(self, model: Any) -> RoutingReport | None:
-        """Sum over ranks what the routers recorded; called on every rank."""
+        """Sum over ranks what the routers recorded; called on every rank before any value."""
         self._progress.end()
         index = torch.tensor([self._forward_step.evaluated_split()], device="cuda")
         torch.distributed.all_reduce(index, op=torch.distributed.ReduceOp.MAX)
-        self._split = _SPLITS[int(index)]
+        self._evaluation = TEST if int(index) == _TEST_SPLIT else self._validation()
+        if self._writer is not None:
+            self._writer.begin_evaluation(self._evaluation)
+        if self._wandb is not None:
+            self._wandb.evaluation = self._evaluation
         return self._tracker.report_evaluation()
+
+    def _validation(self) -> str:
+        """Return the name of a validation; the loop counts a step that it begins."""
+        if self._args.skip_train:
+            return VALIDATION
+        iteration = self._args.curr_iteration + 1
+        seen = self._seen[1] if self._seen[0] == iteration else 0
+        self._seen = iteration, seen + 1
+        after = is_after_training(self._args, iteration, seen=seen)
+        return AFTER_TRAINING if after else VALIDATION
 
     def write(self, report: RoutingReport | None, iteration: int, writer: Any) -> None:
         """Log the evaluation that has just ended; called on the last rank."""
         assert self._writer is not None, "Megatron calls this where its writer is"
-        logged = self._writer.add_evaluation(report, self._split, iteration)
-        wandb_writer = get_wandb_writer()
-        if wandb_writer and logged:
-            wandb_writer.log(logged, iteration)
+        logged = self._writer.add_evaluation(report, iteration)
+        if self._wandb is not None and logged:
+            self._wandb.log(logged, iteration)
         if report is not None:
-            print(f" {self._split} routing at iteration {iteration} |{console_text(report)}")
+            name, _, after = self._evaluation.partition(" ")
+            place = f"iteration {iteration}{after and ' ' + after}"
+            print(f" {name} routing at {place} |{console_text(report)}")

@@ -15,7 +15,7 @@ from megatron_switch.training.logs.known_warnings import KNOWN_WARNINGS, find_kn
 SHOWN = """\
  [2026-01-01 10:00:00.000001] iteration        1/       3 | consumed samples:            8 |
  validation loss at iteration 2 | lm loss value: 6.8E+00 |
- validation-code loss at iteration 2 on validation set | lm loss value: 6.8E+00 |
+ validation-code loss at iteration 2 after training | lm loss value: 6.8E+00 |
  validation routing at iteration 2 | dropped: 0.0234 |
  test routing at iteration 3 | dropped: 0.0391 |
 [2026-01-01 10:00:00.000001] saving checkpoint at iteration       3 to run in torch_dist format
@@ -103,6 +103,13 @@ def test_a_line_is_shown_and_logged_unless_it_is_known(tmp_path, capsys, line):
         print(line)
     assert capsys.readouterr().out == line + "\n"
     assert console.log_path.read_text() == line + "\n"
+
+
+def test_the_test_loss_is_not_called_validation(tmp_path, capsys):
+    with committed(tmp_path, rank=0) as console:
+        print(" validation loss at iteration 3 on test set | lm loss value: 6.8E+00 |")
+    assert capsys.readouterr().out == " test loss at iteration 3 | lm loss value: 6.8E+00 |\n"
+    assert console.log_path.read_text().startswith(" test loss at iteration 3 |")
 
 
 @pytest.mark.parametrize("line", HIDDEN.splitlines())

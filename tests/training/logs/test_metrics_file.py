@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.event_files import scalar_steps
+from torch.utils.tensorboard import SummaryWriter
 
 from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, RoutingReport
+from megatron_switch.training.logs.evaluation_names import AFTER_TRAINING, TEST, VALIDATION
 from megatron_switch.training.logs.metrics_file import SCHEMA, MetricsFile, StepWriter
 
 NUM_EXPERTS = 4
@@ -54,7 +57,7 @@ def path(tmp_path):
     return tmp_path / "new" / "metrics.jsonl"
 
 
-def new_writer(path, tensorboard=None, array_interval=10):
+def new_writer(path, tensorboard=None, array_interval=10, **options):
     ticks = iter(range(1, 100))
     return StepWriter(
         tensorboard,
@@ -62,6 +65,7 @@ def new_writer(path, tensorboard=None, array_interval=10):
         sequence_length=LENGTH,
         array_interval=array_interval,
         clock=lambda: next(ticks) * SECONDS,
+        **options,
     )
 
 
@@ -152,46 +156,86 @@ def test_iterations_that_tensorboard_does_not_log_have_no_record(path, report):
     assert records[1]["tokens_per_second"] == 3 * BATCH_SIZE * LENGTH / SECONDS
 
 
+def evaluated(writer, evaluation, step, *, report=None, loss=None, validation_set=""):
+    """Log an evaluation as Megatron's loop does; return what is logged of its routing."""
+    writer.begin_evaluation(evaluation)
+    if loss is not None:
+        writer.add_scalar(f"lm loss validation{validation_set}", loss, step)
+        writer.add_scalar(f"lm loss validation{validation_set} vs samples", loss, 9 * step)
+    return writer.add_evaluation(report, step)
+
+
 def test_evaluations_have_records_of_their_own(path, report):
     writer = new_writer(path, Scalars())
     log(writer, 1)
-    writer.add_scalar("lm loss validation", 4.0, 1)
-    writer.add_scalar("lm loss validation vs samples", 9.0, 1)
-    logged = writer.add_evaluation(report, "validation", 1)
-    writer.add_scalar("lm loss validation", 3.0, 1)
-    writer.add_evaluation(None, "test", 1)
-    writer.add_evaluation(None, "test", 1)
-    train, validation, test, unknown = read(path)
+    logged = evaluated(writer, VALIDATION, 1, report=report, loss=4.0)
+    evaluated(writer, AFTER_TRAINING, 1, loss=5.0)
+    evaluated(writer, TEST, 1, loss=3.0)
+    evaluated(writer, TEST, 1)
+    train, validation, after, test, unknown = read(path)
     assert train["kind"] == "train"
     assert validation == {
         "schema": SCHEMA,
         "iteration": 1,
         "kind": "validation",
+        "after_training": False,
         "lm_loss": 4.0,
         **ROUTING,
     }
+    assert after == {**validation_of(validation), "after_training": True, "lm_loss": 5.0}
     assert test == {"schema": SCHEMA, "iteration": 1, "kind": "test", "lm_loss": 3.0}
     assert unknown["lm_loss"] is None  # a loss is never taken for that of another evaluation
     assert logged == {f"{name} validation": value for name, value in ROUTING.items()}
 
 
+def validation_of(record):
+    return {name: value for name, value in record.items() if name not in ROUTING}
+
+
 def test_several_validation_sets_keep_their_names(path):
     writer = new_writer(path)
     for name in ("-code", "-0"):
-        writer.add_scalar(f"lm loss validation{name}", 4.0, 1)
-        writer.add_evaluation(None, "validation", 1)
+        evaluated(writer, VALIDATION, 1, loss=4.0, validation_set=name)
     assert [record["kind"] for record in read(path)] == ["validation-code", "validation-0"]
 
 
-def test_tensorboard_sees_everything(report):
+def test_no_curve_of_tensorboard_mixes_evaluations(report):
+    tensorboard = Scalars()
+    writer = new_writer(None, tensorboard)
+    log(writer, 2)
+    evaluated(writer, VALIDATION, 2, loss=4.0)
+    evaluated(writer, AFTER_TRAINING, 2, loss=5.0)
+    evaluated(writer, TEST, 2, report=report, loss=3.0)
+    losses = {key: value for key, value in tensorboard.seen.items() if key[0].startswith("lm loss")}
+    assert losses == {
+        ("lm loss", 2): 5.0,
+        ("lm loss vs samples", 2 * BATCH_SIZE): 5.0,
+        ("lm loss validation", 2): 4.0,
+        ("lm loss validation vs samples", 18): 4.0,
+        ("lm loss validation after training", 2): 5.0,
+        ("lm loss validation after training vs samples", 18): 5.0,
+        ("lm loss test", 2): 3.0,
+        ("lm loss test vs samples", 18): 3.0,
+    }
+    assert tensorboard.seen["dropped_fraction test", 2] == 0.25
+
+
+def test_tensorboard_sees_everything_else():
     tensorboard = Scalars()
     writer = new_writer(None, tensorboard)
     log(writer, 1)
-    writer.add_evaluation(report, "test", 1)
     writer.flush()
     assert tensorboard.seen["learning-rate", 1] == 1e-3
-    assert tensorboard.seen["dropped_fraction test", 1] == 0.25
     assert tensorboard.flushed
+
+
+def test_events_that_are_computed_again_are_dropped_at_the_first_value(tmp_path):
+    for start in (1, 3):  # killed after iteration 4, resumed at 3
+        with SummaryWriter(tmp_path) as tensorboard:
+            writer = new_writer(None, tensorboard, tensorboard_folder=tmp_path)
+            for step in range(start, 5):
+                log(writer, step)
+    assert scalar_steps(tmp_path, "lm loss") == [1, 2, 3, 4]
 
 
 def test_without_tensorboard_its_methods_do_nothing(path):
@@ -206,7 +250,7 @@ def resumed(path, step, *, evaluation=False):
     """Write the first record of a run that goes on with an iteration; return all places."""
     writer = new_writer(path)
     if evaluation:
-        writer.add_evaluation(None, "validation", step)
+        writer.add_evaluation(None, step)
     else:
         log(writer, step)
         writer.finish_iteration()
@@ -219,7 +263,7 @@ def interrupted(path):
     writer = new_writer(path)
     for step in (1, 2, 3):
         log(writer, step)
-        writer.add_evaluation(None, "validation", step)
+        writer.add_evaluation(None, step)
     with path.open("a") as file:
         file.write('{"schema": "megatron')
     return path

@@ -24,10 +24,13 @@ def report():
 
 
 class Log(SimpleNamespace):
-    """Stands for whatever is written to."""
+    """Takes the place of whatever is written to."""
 
     def __init__(self):
         super().__init__(calls=[])
+
+    def begin_evaluation(self, name):
+        self.calls.append(name)
 
     def add_evaluation(self, *call):
         self.calls.append(call)
@@ -49,13 +52,25 @@ def ranks(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     make = torch.tensor
     monkeypatch.setattr(monitors.torch, "tensor", lambda values, device=None: make(values))
+    monkeypatch.setattr(monitors, "replace_wandb_writer", lambda writer: answers.get("wandb"))
     return answers
+
+
+ARGS = SimpleNamespace(
+    skip_train=False,
+    curr_iteration=6,
+    train_iters=7,
+    eval_interval=7,
+    eval_iters=1,
+    start_eval_at_iter=None,
+)
+"""A run that has taken its last step, number 7."""
 
 
 def reporter(split, result, log):
     tracker = SimpleNamespace(report_evaluation=lambda: result)
     step = SimpleNamespace(evaluated_split=lambda: split)
-    return EvaluationReporter(tracker, step, log, SimpleNamespace(end=lambda: None))
+    return EvaluationReporter(ARGS, tracker, step, log, SimpleNamespace(end=lambda: None))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +82,7 @@ def test_the_split_is_that_of_the_ranks_that_read_data(capsys, ranks, here, othe
     evaluated = reporter(here, result, log)
     assert evaluated.collect(model=None) is result
     evaluated.write(result, 7, writer=None)
-    assert log.calls == [(result, name, 7)]
+    assert log.calls == [name, (result, 7)]
     assert capsys.readouterr().out == (
         f" {name} routing at iteration 7 | dropped: 0.2500 | expert load max/mean: 1.50 |"
         " experts below half: 0 | dead experts: 0 |\n"
@@ -79,16 +94,30 @@ def test_a_dense_model_has_a_loss_only(capsys, ranks):
     evaluated = reporter(0, None, log)
     assert evaluated.collect(model=None) is None
     evaluated.write(None, 7, writer=None)
-    assert log.calls == [(None, "validation", 7)]
+    assert log.calls == ["validation", (None, 7)]
     assert capsys.readouterr().out == ""
 
 
-def test_weights_and_biases_gets_what_tensorboard_gets(monkeypatch, ranks):
+def test_weights_and_biases_gets_what_tensorboard_gets(ranks):
     runs = Log()
-    monkeypatch.setattr(monitors, "get_wandb_writer", lambda: runs)
+    ranks["wandb"] = runs
     reporter(0, None, Log()).write(report(), 7, writer=None)
     reporter(0, None, Log()).write(None, 8, writer=None)
     assert runs.calls == [({"dropped_fraction validation": 0.25}, 7)]
+
+
+def test_the_validation_after_training_is_named(capsys, ranks):
+    log = Log()
+    evaluated = reporter(0, report(), log)
+    for _ in range(2):  # in the loop, and after it
+        evaluated.collect(model=None)
+        evaluated.write(report(), 7, writer=None)
+    assert log.calls[::2] == ["validation", "validation after training"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" |")[0] for line in lines] == [
+        " validation routing at iteration 7",
+        " validation routing at iteration 7 after training",
+    ]
 
 
 def counted(monkeypatch, **changes):
