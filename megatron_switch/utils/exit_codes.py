@@ -1,5 +1,6 @@
 """Exit codes of the program, and how a user's error becomes a message and one of them."""
 
+import errno
 import os
 import signal
 import sys
@@ -17,18 +18,48 @@ PIPE_CLOSED = 141
 _PATIENCE_S = 3.0  # long enough for rank 0's message to end the job first
 
 
+_ACCESS = "Give this user access to it, or name another one."
+_SPACE = "Free some space, or name a folder on another disk."
+_DISK = "Check its disk, or name a folder on another one."
+_WAYS_OUT = {
+    errno.EACCES: _ACCESS,
+    errno.EPERM: _ACCESS,
+    errno.EROFS: _ACCESS,
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EIO: _DISK,
+    errno.ESTALE: _DISK,
+    errno.ENAMETOOLONG: "Name a shorter one.",
+    errno.ELOOP: "Its symbolic links lead in a circle; correct them.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENFILE: "Close files of other programs on this machine.",
+}
+"""What a user can do, by what the system refused; all else is an error of the program."""
+
+
+def _message(error: SwitchError | OSError) -> str:
+    if isinstance(error, SwitchError):
+        return str(error)
+    assert error.errno is not None, "it was looked up"
+    path = "a path" if error.filename is None else os.fsdecode(error.filename)
+    return f"{path} cannot be used: {error.strerror}. {_WAYS_OUT[error.errno]}"
+
+
 def reporting_errors(run: Callable[[], int]) -> int:
     """Call ``run``; turn a user's error into its message and :data:`USER_ERROR`.
 
-    In a job of several ranks rank 0 reports for all.
+    A user's error is a :class:`SwitchError`, or a path that the system does not let this process
+    use. In a job of several ranks rank 0 reports for all.
     """
     try:
         return run()
-    except SwitchError as error:
+    except (SwitchError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _WAYS_OUT:
+            raise
         rank = os.environ.get("RANK", "0")
         if rank != "0" and not isinstance(error, OneRankNumericError):  # others report the same
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training's would save a checkpoint
             time.sleep(_PATIENCE_S)
         where = f" (rank {rank})" if rank != "0" else ""
-        print(f"\nmegatron-switch: error{where}: {error}", file=sys.stderr, flush=True)
+        print(f"\nmegatron-switch: error{where}: {_message(error)}", file=sys.stderr, flush=True)
         return USER_ERROR

@@ -1,5 +1,7 @@
 """A user's error is a message and an exit code, once in a job of several ranks."""
 
+import errno
+import os
 import signal
 
 import pytest
@@ -37,6 +39,25 @@ def test_other_ranks_give_rank_0_time_and_then_name_themselves(capsys, monkeypat
     assert on_signal == [signal.SIG_DFL]  # a launcher ends it at once, before it repeats rank 0
 
 
-def test_an_error_of_the_programs_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError):
-        reporting_errors(raising(ZeroDivisionError()))
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EACCES, "Permission denied. Give this user access to it, or name another one."),
+        (errno.ENOSPC, "No space left on device. Free some space, or name a folder on another"),
+        (errno.EIO, "Input/output error. Check its disk"),
+        (errno.ENAMETOOLONG, "File name too long. Name a shorter one."),
+        (errno.ELOOP, "Its symbolic links lead in a circle"),
+        (errno.EMFILE, "ulimit -n"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_an_error_of_the_users(capsys, number, words):
+    assert reporting_errors(raising(OSError(number, os.strerror(number), "a b"))) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("\nmegatron-switch: error: a b cannot be used: ")
+    assert words in message
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "no")])
+def test_an_error_of_the_programs_keeps_its_traceback(error):
+    with pytest.raises(type(error)):
+        reporting_errors(raising(error))

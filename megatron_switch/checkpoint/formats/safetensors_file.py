@@ -53,7 +53,9 @@ class SafetensorsFile:
         self._path = path
         try:
             self._file = cast(Any, safe_open)(path, framework="pt", backend="pread")
-        except FileNotFoundError:
+        except FileNotFoundError:  # the library says so of what it may not read, too
+            if path.exists():
+                path.open("rb").close()
             raise CheckpointError(f"{path} is missing.") from None
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
