@@ -276,9 +276,13 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     **_each("decoder_seq_length make_vocab_size_divisible_by", range=COUNT, stored=True),
     **_each("padded_vocab_size", on_resume="model", stored=False),
     **_each(
-        "position_embedding_type relative_attention_num_buckets relative_attention_max_distance "
-        "rotary_interleaved normalization qk_layernorm swiglu squared_relu add_qkv_bias "
-        "untie_embeddings_and_output_weights",
+        "relative_attention_num_buckets relative_attention_max_distance",
+        range=COUNT,
+        on_resume="model",
+    ),
+    **_each(
+        "position_embedding_type rotary_interleaved normalization qk_layernorm swiglu squared_relu "
+        "add_qkv_bias untie_embeddings_and_output_weights",
         on_resume="model",
     ),
     **_each("rotary_base", range=POSITIVE, on_resume="model"),

@@ -37,29 +37,42 @@ _WAYS_OUT = {
 """What a user can do, by what the system refused; all else is an error of the program."""
 
 
-def _message(error: SwitchError | OSError) -> str:
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+"""Names of exceptions, torch's among them, which this module does not import."""
+_ON_CPU = "can't allocate memory"  # torch's RuntimeError has no class of its own for it
+
+
+def _message(error: Exception) -> str:
+    """Return what to tell a user; nothing where the error is the program's."""
     if isinstance(error, SwitchError):
         return str(error)
-    assert error.errno is not None, "it was looked up"
-    path = "a path" if error.filename is None else os.fsdecode(error.filename)
-    return f"{path} cannot be used: {error.strerror}. {_WAYS_OUT[error.errno]}"
+    if isinstance(error, OSError) and error.errno in _WAYS_OUT:
+        path = "a path" if error.filename is None else os.fsdecode(error.filename)
+        return f"{path} cannot be used: {error.strerror}. {_WAYS_OUT[error.errno]}"
+    if type(error).__name__ in _OUT_OF_MEMORY or _ON_CPU in str(error):
+        text = " ".join(str(error).split())
+        return (
+            f"There is not enough memory. {text:.300} Smaller are --micro-batch-size and "
+            "--seq-length; --recompute-granularity needs less; megatron-switch plan says what fits."
+        )
+    return ""
 
 
 def reporting_errors(run: Callable[[], int]) -> int:
     """Call ``run``; turn a user's error into its message and :data:`USER_ERROR`.
 
-    A user's error is a :class:`SwitchError`, or a path that the system does not let this process
-    use. In a job of several ranks rank 0 reports for all.
+    A user's error is a :class:`SwitchError`, a path that the system does not let this process use,
+    or more memory than there is. In a job of several ranks rank 0 reports for all.
     """
     try:
         return run()
-    except (SwitchError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _WAYS_OUT:
+    except (SwitchError, OSError, RuntimeError, MemoryError) as error:
+        if not (message := _message(error)):
             raise
         rank = os.environ.get("RANK", "0")
         if rank != "0" and not isinstance(error, OneRankNumericError):  # others report the same
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training's would save a checkpoint
             time.sleep(_PATIENCE_S)
         where = f" (rank {rank})" if rank != "0" else ""
-        print(f"\nmegatron-switch: error{where}: {_message(error)}", file=sys.stderr, flush=True)
+        print(f"\nmegatron-switch: error{where}: {message}", file=sys.stderr, flush=True)
         return USER_ERROR

@@ -57,7 +57,27 @@ def test_a_path_that_the_system_refuses_is_an_error_of_the_users(capsys, number,
     assert words in message
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "no")])
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's is."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_an_error_of_the_users(capsys, error):
+    assert reporting_errors(raising(error)) == 2
+    message = capsys.readouterr().err
+    assert f"There is not enough memory. {error}" in message
+    assert "Smaller are --micro-batch-size and --seq-length" in message
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), FileNotFoundError(errno.ENOENT, "no")])
 def test_an_error_of_the_programs_keeps_its_traceback(error):
     with pytest.raises(type(error)):
         reporting_errors(raising(error))

@@ -118,6 +118,7 @@ def kept_settings(args: Namespace, where: Path) -> SourceSettings:
     fields = config_fields(kept, str(folder / FILE), "Hugging Face")
     for name in ("token_ids", "generation_config"):
         fields.inner(name)
+    check_token_ids(fields.inner("token_ids").values, str(folder / FILE))
     rows = fields.integer("vocab_size")
     return SourceSettings(
         vocab_size=rows if rows <= args.padded_vocab_size else None,
