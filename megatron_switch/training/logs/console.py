@@ -58,10 +58,12 @@ class Console:
     Args:
         log_folder: Folder of one log a rank after :meth:`commit_log`; None for a temporary file.
         rank: This process's rank; only rank 0 prints through :meth:`say`.
+        world_size: Ranks altogether; only the last prints through :meth:`say_beside_losses`.
     """
 
-    def __init__(self, log_folder: Path | None, *, rank: int) -> None:
+    def __init__(self, log_folder: Path | None, *, rank: int, world_size: int = 1) -> None:
         self._rank = rank
+        self._world_size = world_size
         self._screen = sys.stdout
         self._log_folder = log_folder
         self._temporary = True
@@ -117,8 +119,15 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print to the screen, once for all ranks, and to the log."""
+        self._write(text, shown=self._rank == 0)
+
+    def say_beside_losses(self, text: str) -> None:
+        """Do the same on the rank that prints the losses, so that one log has both."""
+        self._write(text, shown=self._rank == self._world_size - 1)
+
+    def _write(self, text: str, *, shown: bool) -> None:
         self._log.write(text + "\n")
-        if self._rank == 0:
+        if shown:
             print(text, file=self._screen, flush=True)
 
     @property

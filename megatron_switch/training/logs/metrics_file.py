@@ -6,7 +6,7 @@ norm and learning rate pass through ``add_scalar`` on the last rank, each iterat
 values with the routing report of the same iteration. An evaluation has a record of its own, of the
 same form without what only a training step has; its router losses are those of its own tokens.
 ``after_training`` says of a validation whether it followed the last step: at the last iteration
-there are two, of different batches.
+there are two, of different batches. A warning about routing is a record of the kind ``warning``.
 
 A run that resumes at iteration N drops the records from N on that an interrupted run had written
 already, so that every iteration is in the file once; TensorBoard's files likewise. The file is
@@ -143,6 +143,12 @@ class StepWriter:
         record, self._record = self._record, {}
         if record and self._metrics is not None:
             self._metrics.write(record)
+
+    def add_warning(self, text: str, iteration: int) -> None:
+        """Write a record of a warning, beside the losses that it is about."""
+        self.finish_iteration()
+        if self._metrics is not None:
+            self._metrics.write({"iteration": iteration, "kind": "warning", "text": text})
 
     def _record_of(self, step: int) -> dict[str, Any]:
         """Return the current record, a new one where an iteration begins."""

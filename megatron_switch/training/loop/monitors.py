@@ -19,7 +19,6 @@ from megatron_switch.architecture.model import Architecture
 from megatron_switch.config import SwitchConfig
 from megatron_switch.moe.metrics.routing_counts import RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker, console_text
-from megatron_switch.training.logs.drop_watch import drop_watch_of
 from megatron_switch.training.logs.evaluation_names import (
     AFTER_TRAINING,
     TEST,
@@ -28,6 +27,7 @@ from megatron_switch.training.logs.evaluation_names import (
     is_after_training,
 )
 from megatron_switch.training.logs.metrics_file import MetricsFile, StepWriter
+from megatron_switch.training.logs.routing_watch import routing_watch_of
 from megatron_switch.training.loop.forward_step import ForwardStep, forward_step_of
 from megatron_switch.training.loop.global_state import training_seconds
 from megatron_switch.training.loop.nonfinite import NonFiniteGuard
@@ -62,7 +62,7 @@ def loop_monitors(
         args: Validated arguments.
         switch: Switch settings, resolved.
         model: Megatron's configuration of the model, changed in place.
-        say: Prints a line on the screen.
+        say: Prints a line on the screen, on the rank that prints the losses.
 
     Raises:
         OneRankNumericError: From an error in the block, where this rank's router logits were not
@@ -119,11 +119,17 @@ def _on_report(
 ) -> Callable[[RoutingReport, int], None]:
     """Return what receives each step's routing on this rank."""
     listeners: list[Callable[[RoutingReport, int], None]] = []
+
+    def warn(text: str, iteration: int) -> None:
+        assert writer is not None, "the rank that writes the losses warns"
+        say(text)
+        writer.add_warning(text, iteration)
+
     if writer is not None:
         listeners.append(writer.add_routing)
-    if args.rank == 0 and args.num_experts:
-        layers = len(Architecture.from_args(args).sparse_layer_numbers)
-        listeners.append(drop_watch_of(args, switch, num_sparse_layers=layers, say=say))
+        if args.num_experts:
+            layers = len(Architecture.from_args(args).sparse_layer_numbers)
+            listeners.append(routing_watch_of(args, switch, num_sparse_layers=layers, warn=warn))
 
     def on_report(report: RoutingReport, iteration: int) -> None:
         for listener in listeners:

@@ -123,7 +123,7 @@ class _Session:
         layout = check_layout(args, self._switch)
         self._check_outputs()
         log_folder = None if self._folder is None else self._folder.log
-        with Console(log_folder, rank=args.rank) as console:
+        with Console(log_folder, rank=args.rank, world_size=args.world_size) as console:
             validate(args)
             check_schedule(args)
             hooks.arguments_validated(args)
@@ -190,7 +190,7 @@ class _Session:
 
     def _train(self, model: Any, console: Console) -> None:
         args = self._args
-        with loop_monitors(args, self._switch, model, console.say) as monitors:
+        with loop_monitors(args, self._switch, model, console.say_beside_losses) as monitors:
             try:
                 pretrain(
                     pretrain_cfg_container_from_args(args, model),

@@ -144,6 +144,15 @@ def test_one_rank_speaks_and_all_log_it(tmp_path, capsys, rank, screen):
     assert (tmp_path / f"rank-{rank}.log").read_text() == "hello\nyou\n"
 
 
+@pytest.mark.parametrize(("rank", "screen"), [(0, ""), (3, "high\n")])
+def test_what_is_about_losses_is_shown_by_the_rank_that_prints_them(tmp_path, capsys, rank, screen):
+    with Console(tmp_path, rank=rank, world_size=4) as console:
+        console.commit_log()
+        console.say_beside_losses("high")
+    assert capsys.readouterr().out == screen
+    assert (tmp_path / f"rank-{rank}.log").read_text() == "high\n"
+
+
 def test_warnings_and_log_records_go_to_the_log(tmp_path, capsys):
     with committed(tmp_path, rank=0) as console, warnings.catch_warnings():
         warnings.simplefilter("always")

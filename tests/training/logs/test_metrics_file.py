@@ -188,6 +188,22 @@ def test_evaluations_have_records_of_their_own(path, report):
     assert logged == {f"{name} validation": value for name, value in ROUTING.items()}
 
 
+def test_a_warning_stands_behind_the_iteration_that_it_is_about(path):
+    writer = new_writer(path)
+    log(writer, 10)
+    writer.add_warning("Warning: a few experts", 10)
+    log(writer, 11)
+    writer.finish_iteration()
+    first, warning, _ = read(path)
+    assert (first["kind"], first["iteration"]) == ("train", 10)
+    assert warning == {
+        "schema": SCHEMA,
+        "iteration": 10,
+        "kind": "warning",
+        "text": "Warning: a few experts",
+    }
+
+
 def validation_of(record):
     return {name: value for name, value in record.items() if name not in ROUTING}
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.tiny_run import EXACT, trained
+from support.tiny_run import EXACT, SPARSE, read_records, trained
 
 from megatron_switch.moe.metrics.routing_counts import CAPACITY_FACTOR_SWEEP, RoutingReport
 from megatron_switch.training.loop import monitors
@@ -175,3 +175,17 @@ def test_a_long_evaluation_is_followed_on_the_screen(data, layout):
 def test_a_quick_evaluation_passes_in_silence(data):
     flags = f"{EXACT} {data} --eval-iters 2".replace("--save-interval 1", "")
     assert " evaluation: " not in trained(flags).screen
+
+
+@pytest.mark.slow
+def test_losses_and_the_warning_about_them_are_in_one_log_and_one_file(data, tmp_path):
+    flags = f"{SPARSE} {data} --train-iters 10 --lr 0.1 --moe-aux-loss-coeff 0"
+    outcome = trained(f"{flags} --switch-run-dir {tmp_path / 'run'}", ranks=2)
+    start = "Warning: at iteration 10 most tokens go to a few experts"
+    assert outcome.screen.count(start) == 1
+    first, last = ((tmp_path / "run" / "log" / f"rank-{rank}.log").read_text() for rank in (0, 1))
+    assert start not in first
+    assert start in last
+    assert "| lm loss: " in last
+    (warning,) = read_records(tmp_path / "run" / "metrics.jsonl", "warning")
+    assert warning["text"].startswith(start)
