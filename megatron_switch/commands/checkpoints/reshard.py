@@ -7,7 +7,10 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 from typing import Any
 
+from megatron_switch.checkpoint.convert.megatron_source import check_parts
+from megatron_switch.checkpoint.formats.dist_reader import DistSource
 from megatron_switch.checkpoint.load.files import LoadContext, checkpoint_folder, find_checkpoint
+from megatron_switch.checkpoint.load.stored_values import check_stored
 from megatron_switch.checkpoint.reshard.pipeline_placement import Placement
 from megatron_switch.checkpoint.reshard.resharding import (
     args_for,
@@ -43,6 +46,8 @@ def reshard(own: Namespace, sizes: dict[str, Any]) -> None:
         context=LoadContext(iteration_flag="--iteration", can_start_anew=False),
     )
     state = read_state(found)
+    check_stored(state["args"], found.folder)
+    check_parts(DistSource(found.folder), state["args"])
     placement = Placement.of(own)
     layout = _layout(own.world_size, sizes, state["args"], placement)
     plan = plan_resharding(found, layout, state, placement)
