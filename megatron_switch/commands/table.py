@@ -34,6 +34,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "launch-local": Command("train on several CPU ranks of this host, forked", "mixed"),
     "prepare": Command("turn text files into training data"),
+    "evaluate": Command(
+        "show loss, perplexity and drops of a trained checkpoint on its data", "mixed"
+    ),
     "generate": Command("continue a prompt with a trained checkpoint", "mixed"),
     "experts": Command("show what each expert of a trained checkpoint is for", "mixed"),
     "capacity-sweep": Command("evaluate a trained checkpoint at several capacity factors", "mixed"),

@@ -1,1 +1,1 @@
-"""The work of commands that open a trained model: generate, experts, capacity-sweep."""
+"""The work of commands that open a trained model: generate, experts, evaluate, capacity-sweep."""

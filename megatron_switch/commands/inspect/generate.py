@@ -68,6 +68,8 @@ def generate(own: Namespace) -> None:
         Console(None, rank=rank) as console,
         open_trained_model(own.load, own.train_flags, drop=own.drop) as model,
     ):
+        if own.drop and not model.args.num_experts:
+            notes = (*notes, "--drop has no effect: the model has no experts.")
         for note in (_summary(model), *notes, *model.notes):
             console.say(note)
         for number, prompt in enumerate(_of_first_rank(prompts)):

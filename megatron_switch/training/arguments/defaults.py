@@ -37,6 +37,8 @@ def fill_defaults(line: CommandLine, device: Literal["cuda", "cpu"]) -> tuple[st
         _fill_model(line)
         if line.args.switch_nonfinite == "skip":  # Megatron's check would end the run
             set_here("check_for_nan_in_loss_and_grad", False, "--no-check-for-nan-in-loss-and-grad")
+    if line.args.skip_train and line.args.train_iters is None and not line.args.train_samples:
+        line.args.train_iters = 0  # Megatron multiplies with it to size the data
     if device == "cpu":
         _fill_cpu(line, set_here)
     have_apex = has_apex()

@@ -217,8 +217,6 @@ class _Opening:
 
     def _settings(self, *, drop: bool) -> SwitchConfig:
         args, switch = self._args, SwitchConfig.from_args(self._args)
-        if drop and not args.num_experts:
-            self._notes.append("--drop has no effect: the model has no experts.")
         if not drop:
             failed: dict[Condition, str] = {"limit": "without --drop no token is dropped."}
             idle = flags_without_effect(self._explicit, failed)

@@ -1,16 +1,18 @@
-"""The checkpoint of a sweep is named by the first word or by its flag, and once."""
+"""The checkpoint of an evaluation is named by the first word or by its flag, and once."""
 
 from pathlib import Path
 
 import pytest
 
-from megatron_switch.commands.capacity_sweep import take_checkpoint
 from megatron_switch.commands.table import parse
+from megatron_switch.commands.trained_model_flags import take_checkpoint
 from megatron_switch.errors import ConfigError
 
 MORE = ["--tensor-model-parallel-size", "2"]
+BOTH = pytest.mark.parametrize("command", ["capacity-sweep", "evaluate"])
 
 
+@BOTH
 @pytest.mark.parametrize(
     "argv",
     [
@@ -22,8 +24,8 @@ MORE = ["--tensor-model-parallel-size", "2"]
     ],
     ids=" ".join,
 )
-def test_the_checkpoint_of_a_sweep_stands_first_or_behind_its_flag(argv):
-    args = parse("capacity-sweep", argv)
+def test_the_checkpoint_stands_first_or_behind_its_flag(command, argv):
+    args = parse(command, argv)
     take_checkpoint(args)
     assert args.load == Path("run")
     assert args.train_flags == MORE
@@ -44,9 +46,10 @@ def test_it_is_given_once(argv, message):
         take_checkpoint(parse("capacity-sweep", argv))
 
 
-def test_the_help_of_a_sweep_shows_both_ways(capsys):
+@BOTH
+def test_the_help_shows_both_ways(capsys, command):
     with pytest.raises(SystemExit):
-        parse("capacity-sweep", ["--help"])
+        parse(command, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "capacity-sweep (CHECKPOINT | --load FOLDER) [OPTIONS]" in text
+    assert f"{command} (CHECKPOINT | --load FOLDER) [OPTIONS]" in text
     assert "CHECKPOINT is the folder that --load takes" in text
