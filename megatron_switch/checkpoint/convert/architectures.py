@@ -8,10 +8,10 @@ listed here is refused with the list.
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_switch.architecture.model import Architecture
+from megatron_switch.architecture.model import ROUTING, Architecture
 from megatron_switch.checkpoint.convert.config_keys import unknown_settings
 from megatron_switch.checkpoint.convert.gpt_config import read_gpt_config, write_gpt_config
 from megatron_switch.checkpoint.convert.gpt_names import SWITCH_EXPERTS, gpt_name_map
@@ -27,8 +27,10 @@ from megatron_switch.checkpoint.convert.t5_config import (
 )
 from megatron_switch.checkpoint.convert.t5_names import t5_name_map
 from megatron_switch.checkpoint.formats.hf_folder import config_fields
+from megatron_switch.config import switch_traits
 from megatron_switch.errors import CheckpointError
 from megatron_switch.flags.argv import flag_name
+from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.utils.fields import Fields
 
 _SAID_BY_NO_FIELD: Mapping[str, tuple[Any, ...]] = {
@@ -244,7 +246,24 @@ def model_of_checkpoint(args: Namespace, *, vocab_size: int | None = None) -> Ar
             f"The checkpoint's model has parts that no conversion knows: {found}. Only models "
             "without them can be converted."
         )
-    return model
+    return replace(model, routing=_routing_of(args)) if model.num_experts else model
+
+
+def _routing_of(args: Namespace) -> dict[str, Any]:
+    """Return what decides which tokens an expert computes, where nothing is left to a default.
+
+    Stock Megatron stores a capacity factor alone, or None, with which it drops no token.
+    """
+    routing = {name: getattr(args, name) for name in ROUTING if hasattr(args, name)}
+    factor = routing.get("moe_expert_capacity_factor")
+    routing["moe_expert_capacity_factor"] = -1.0 if factor is None else factor
+    if any(name in switch_traits() for name in routing):
+        return routing
+    stock = {name: RECIPES["megatron"][name] for name in ROUTING if name in RECIPES["megatron"]}
+    stock["switch_eval_capacity_factor"] = routing["moe_expert_capacity_factor"]
+    if getattr(args, "moe_token_drop_policy", None) == "position":
+        stock["switch_drop_order"] = "first_come"
+    return stock | routing
 
 
 def name_map_of(model: Architecture) -> NameMap:

@@ -72,3 +72,23 @@ def test_a_part_that_no_conversion_knows_is_named(name, value):
     flag = flag_name(name)
     with pytest.raises(CheckpointError, match=rf"no conversion knows: {flag} {value}"):
         model_of_checkpoint(args)
+
+
+@pytest.mark.parametrize(("stored", "factor"), [(None, -1.0), (2.0, 2.0)])
+def test_a_checkpoint_of_stock_megatron_drops_what_megatron_drops(stored, factor):
+    args = written_arguments(FLAGS, padded_vocab_size=128)
+    for name in [name for name in vars(args) if name.startswith("switch_")]:
+        delattr(args, name)
+    args.moe_expert_capacity_factor = stored
+    args.moe_token_drop_policy = "probs"
+    assert model_of_checkpoint(args).routing == {
+        "moe_expert_capacity_factor": factor,
+        "switch_eval_capacity_factor": factor,
+        "switch_capacity": None,
+        "switch_min_capacity": 0,
+        "switch_capacity_rounding": "ceil",
+        "switch_capacity_group": "microbatch",
+        "switch_drop_order": "probability",
+    }
+    args.moe_token_drop_policy = "position"
+    assert model_of_checkpoint(args).routing["switch_drop_order"] == "first_come"
