@@ -11,7 +11,11 @@ def step_breakdown(plan: LayoutPlan) -> dict[str, float]:
     """Return where the time of a step goes; the values add up to the step, unless it is fitted."""
     timing = plan.timing
     once = ("dense gradients", "expert gradients")
-    causes = {"arithmetic": timing.compute, "host reads": timing.waits}
+    causes = {
+        "arithmetic": timing.compute,
+        "expert weights": timing.weights,
+        "host reads": timing.waits,
+    }
     for transfer in timing.transfers:
         if transfer.name not in once:
             causes[transfer.name] = transfer.seconds

@@ -15,6 +15,7 @@ from megatron_switch.planner.cost.activations import (
     layers_of_stage,
     rows_of_experts,
 )
+from megatron_switch.planner.cost.expert_weights import rows_of_one_expert
 from megatron_switch.planner.cost.traffic import Traffic
 from megatron_switch.planner.layout_plan import LayoutPlan
 from megatron_switch.planner.request import PlanRequest
@@ -118,6 +119,11 @@ def _capacity(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
             f"{plan.dropped:.2%}",
         ),
         Line("rows of a rank's experts", f"{training.dispatch} dispatch", str(rows)),
+        Line(
+            "rows of one expert",
+            f"{rows} x EP / {model.num_experts}",
+            f"{rows_of_one_expert(model, plan.layout, training):.1f}",
+        ),
     ]
 
 
@@ -195,6 +201,7 @@ def _step(plan: LayoutPlan, request: PlanRequest) -> list[Line]:
     formulas = {
         "arithmetic": f"operations / ({hardware.peak_tflops:g} TFLOP/s x "
         f"{hardware.gemm_efficiency:g}), {micro_batches} micro-batches",
+        "expert weights": "reading them and adding gradients, beyond the products",
         "bubble": f"(PP - 1) / (VP x micro-batches) = {timing.bubble:.1%} of the work",
         "optimizer": "30 bytes a parameter owned",
         "host reads": "packed dispatch waits for row counts",

@@ -85,6 +85,7 @@ def _plan_as_json(
         "seconds": {
             "step": timing.step,
             "arithmetic": timing.compute,
+            "expert_weights": timing.weights,
             "optimizer": timing.optimizer,
             **{transfer.name.replace(" ", "_"): transfer.seconds for transfer in timing.transfers},
         },

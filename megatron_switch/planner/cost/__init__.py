@@ -5,6 +5,7 @@
         activations  what layers keep for backward, and what one needs while it works
     timing           the sum of time: arithmetic, communication, bubble, optimizer
         traffic      bytes and seconds of every kind of communication
+        expert_weights  what experts with few rows wait for their weights
     drop_rate        tokens that a balanced router drops
     lower_bound      a cheap bound of time and memory, by which the search leaves layouts out
 

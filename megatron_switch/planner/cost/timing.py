@@ -1,6 +1,7 @@
 """Time of a step: arithmetic, communication, bubble, optimizer; tokens a second and useful MFU.
 
-A micro-batch takes its matrix products at the efficiency that the hardware file states, plus its
+A micro-batch takes its matrix products at the efficiency that the hardware file states, plus what
+experts with few rows wait for their weights, plus its
 communication; ``m`` micro-batches on ``p`` stages of ``v`` chunks take ``m + (p - 1) / v`` of them;
 then gradients and weights travel and the optimizer reads and writes 30 bytes for each parameter it
 owns. Nothing overlaps, except a fully sharded run's weights, which travel behind compute.
@@ -9,8 +10,9 @@ It is an estimate until links and one step were measured
 (:mod:`megatron_switch.planner.hardware.link_fit`): kernels that are not matrix products, launches,
 stragglers and imbalance between experts are not in it, and nor is what overlaps.
 
-*Useful* operations are those of the model's mathematics: six for each parameter that a token meets,
-and causal attention. Recomputation and empty slots are none.
+*Useful* operations are those of the model's mathematics: six for each parameter that a token is
+multiplied with, and causal attention. Recomputation and empty slots are none, and nor is looking up
+an embedding: of an untied pair of vocabulary matrices only the head counts.
 """
 
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from megatron_switch.planner.cost.activations import (
     rows_of_experts,
 )
 from megatron_switch.planner.cost.drop_rate import balanced_drop_rate
+from megatron_switch.planner.cost.expert_weights import seconds_of_weights
 from megatron_switch.planner.cost.traffic import Traffic, Transfer
 from megatron_switch.planner.hardware.cluster import Hardware
 
@@ -42,6 +45,7 @@ class Timing:
         compute: Seconds of matrix products on one stage for all micro-batches.
         transfers: Communication, by kind.
         waits: Seconds in which packed dispatch waits for row counts.
+        weights: Seconds in which experts with few rows wait for their weights.
         bubble: Idle share of the pipeline, as a part of its work.
         optimizer: Seconds of the optimizer.
         step: Seconds of the whole step.
@@ -52,6 +56,7 @@ class Timing:
     compute: float
     transfers: tuple[Transfer, ...]
     waits: float
+    weights: float
     bubble: float
     optimizer: float
     step: float
@@ -80,11 +85,14 @@ def predict_step(
     micro_batches = training.micro_batches(layout)
     compute = micro_batches * micro_batch_flops(model, layout, training) / hardware.flops
     often, once = traffic.per_micro_batch(), traffic.per_step()
-    waits = 0.0
+    waits = weights = 0.0
+    if model.num_experts:
+        one = seconds_of_weights(model, layout, training, hardware)
+        weights = traffic.sparse_layers * micro_batches * one
     if model.num_experts and training.dispatch == "packed":
         waits = traffic.sparse_layers * micro_batches * _HOST_READ_S
     bubble = (layout.pp - 1) / (layout.vp * micro_batches)
-    busy = compute + waits + sum(transfer.seconds for transfer in often)
+    busy = compute + waits + weights + sum(transfer.seconds for transfer in often)
     end = sum(transfer.seconds for transfer in once)
     if training.sharding == "fully_sharded":
         end = max(0.0, end - compute)
@@ -98,6 +106,7 @@ def predict_step(
         compute=compute,
         transfers=(*often, *once),
         waits=waits,
+        weights=weights,
         bubble=bubble,
         optimizer=optimizer,
         step=step,
@@ -111,7 +120,11 @@ def useful_flops(model: Architecture, seq_length: int) -> float:
     layers = model.decoder.num_layers
     if model.encoder is not None:
         layers += model.encoder.num_layers + model.decoder.num_layers
-    return 6.0 * active_parameters(model) + 6.0 * layers * model.query_projection_size * seq_length
+    looked_up = model.learned_positions * model.hidden_size
+    if not model.share_embeddings_and_output_weights:
+        looked_up += model.padded_vocab_size * model.hidden_size
+    multiplied = active_parameters(model) - looked_up
+    return 6.0 * multiplied + 6.0 * layers * model.query_projection_size * seq_length
 
 
 def micro_batch_flops(model: Architecture, layout: Layout, training: Training) -> float:
