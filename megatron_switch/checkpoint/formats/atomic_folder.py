@@ -1,8 +1,9 @@
 """Write a folder atomically: the target is complete or absent.
 
 Everything goes to a hidden sibling of the target, which is renamed to the target when all of it is
-on disk. A conversion that fails removes it; one that was killed leaves it behind under a name that
-nothing loads, and the next conversion to the same target empties it. Two conversions to one target
+on disk. A conversion that fails or is ended by Ctrl-C, SIGTERM or SIGHUP removes it; one that was
+killed leaves it behind under a name that nothing loads, and the next conversion to the same target
+empties it. Two conversions to one target
 at the same time are refused. An existing target and a full disk are refused before the first byte;
 a disk that fills up or fails meanwhile ends the conversion with a message.
 """
@@ -10,6 +11,8 @@ a disk that fills up or fails meanwhile ends the conversion with a message.
 import errno
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +55,7 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
         raise CheckpointError(
             f"{flag} {target} cannot be written: {error}. Name another folder."
         ) from error
-    with held:
+    with held, _signals_raise():
         _empty(partial)
         _check_space(target, needed_bytes, flag)
         try:
@@ -70,6 +73,25 @@ def folder_put_in_place(target: Path, *, needed_bytes: int, flag: str) -> Iterat
                 f"{failure}. {_way_out(failure)}"
             ) from error
     _sync_folder(target.parent)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process as an exception does, so that it cleans up."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)  # what shells return for a process that a signal ended
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if is_main]
+    defaults = [each for each in numbers if signal.getsignal(each) is signal.SIG_DFL]
+    for number in defaults:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in defaults:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _failure_of_a_file(error: BaseException) -> OSError | None:

@@ -143,3 +143,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         put(tmp_path / "file" / "target"),
     ):
         pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_process_and_leaves_nothing(tmp_path, number):
+    def write():
+        with put(tmp_path / "new") as folder:
+            (folder / "file").touch()
+            signal.raise_signal(number)
+
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as error:
+            write()
+        assert error.value.code == 128 + number
+        assert list(tmp_path.iterdir()) == []
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
