@@ -1,13 +1,16 @@
 """From a named model and pretrain flags to what the planner needs to know of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.model_flags import capacity_of, model_from_flags, read_model
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.argv import argv_of, flags_of_argv
+from megatron_switch.flags.argv import argv_of, attribute_of, flags_of_argv
+from megatron_switch.flags.known_flags import KNOWN_FLAGS
 from megatron_switch.flags.train_flags import refuse_unknown
+from megatron_switch.flags.traits import check_ranges
 from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.sizes import given_sizes
 from megatron_switch.layout.workload import Dispatch, Training
@@ -62,6 +65,7 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
         )
     flags = {**(read_model(name) if name is not None else {}), **given}
     values = FlagValues(flags)
+    check_ranges(KNOWN_FLAGS, dict(_numbers(flags)))
     mode = values.text("switch-dispatch", "auto")
     if mode not in _MODES:
         raise ConfigError(f"--switch-dispatch is auto, packed or padded, got {mode}.")
@@ -77,6 +81,14 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
         dispatches=_MODES[mode],
         global_batch_size=values.integer("global-batch-size", None),
     )
+
+
+def _numbers(flags: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield the flags whose value is a number, by attribute of Megatron's namespace."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            with suppress(TypeError, ValueError):
+                yield attribute_of(name), float(value)  # type: ignore[arg-type]
 
 
 def _training(values: FlagValues) -> Training:
