@@ -18,8 +18,10 @@ from rich.console import Console
 from megatron_switch.architecture.model_flags import model_names
 from megatron_switch.commands.plan_report import PlanReport
 from megatron_switch.errors import ConfigError
+from megatron_switch.flags.values import FlagValues
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Slots
+from megatron_switch.planner.given_run import given_run
 from megatron_switch.planner.grid_product import GridProduct, nearest_that_fit, states_by_sharding
 from megatron_switch.planner.hardware.cluster import (
     Hardware,
@@ -32,14 +34,18 @@ from megatron_switch.planner.hardware.nccl_output import read_runs
 from megatron_switch.planner.hardware.node_order import order_nodes, read_topology, whole_blocks
 from megatron_switch.planner.layout_plan import LayoutPlan, best_plan, evaluate
 from megatron_switch.planner.plan_file import plans_as_json
+from megatron_switch.planner.plan_flags import plan_flags
 from megatron_switch.planner.planned_model import PlannedModel, planned_model
 from megatron_switch.planner.request import PlanRequest
 from megatron_switch.planner.search import BestPlans, find_plans
-from megatron_switch.utils.argument_types import count
+from megatron_switch.utils.argument_types import count, output_file, tokens
+from megatron_switch.utils.atomic_file import write_output
 
 _FACTORS = (1.0, 1.1, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0)
 _BATCH_TOKENS = 2**20  # as in the Switch paper
 _WIDE = 200
+_AS_GIVEN = 0
+"""``--explain`` without a number."""
 
 
 def run(args: Namespace) -> int:
@@ -59,23 +65,29 @@ def run(args: Namespace) -> int:
         request = _with_measured_step(request, args.measured_step)
     if args.write_hardware is not None:
         text = json.dumps(hardware_as_json(request.hardware), indent=2)
-        Path(args.write_hardware).write_text(text + "\n", encoding="utf-8")
+        write_output(args.write_hardware, text + "\n")
     console = Console(width=None if sys.stdout.isatty() else _WIDE, soft_wrap=True)
     report = PlanReport(console, request, model.argv)
     if args.grid is not None:
         return _answer_grid(form, request, report, model)
+    if args.explain == _AS_GIVEN and args.train_flags:
+        return _explain_given(console, request, model, args.global_batch_size)
     plans = find_plans(request, count=args.count)
+    first = plans.best[0]
+    not_kept = model.not_kept(plan_flags(first.layout, first.training))
     if args.json:
-        print(json.dumps(plans_as_json(plans.best, request, model.argv), indent=2))
+        record = plans_as_json(plans.best, request, model.argv)
+        print(json.dumps(record | {"not_kept": not_kept}, indent=2))
         return 0
     report.head(model.name)
     if args.explain is not None:
-        report.explained(_numbered(plans, args.explain))
+        report.explained(_numbered(plans, args.explain or 1))
     elif args.sweep_capacity:
         report.capacity_sweep(_sweep(plans.best[0], request))
         report.caveat()
     else:
         report.best(plans)
+    report.not_kept(not_kept)
     if args.topology is not None:
         _place(args, plans.best[0], request, report)
     return 0
@@ -123,9 +135,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--explain",
         type=count,
         nargs="?",
-        const=1,
+        const=_AS_GIVEN,
         metavar="N",
-        help="show layout N (default: 1) line by line, with formulas",
+        help="show layout N line by line, with formulas; without N, the run of the pretrain flags "
+        "exactly as given, or layout 1 where there are none",
+    )
+    parser.add_argument(
+        "--train-tokens",
+        type=tokens,
+        metavar="N",
+        help="tokens of the whole training (300e9, 300B), for its days and GPU hours (default: as "
+        "--train-iters or --train-samples among the pretrain flags)",
     )
     parser.add_argument("--sweep-capacity", action="store_true", help="table of capacity factors")
     parser.add_argument(
@@ -142,14 +162,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--measured-step", type=float, metavar="S", help="seconds of a step of the first layout"
     )
-    parser.add_argument("--write-hardware", metavar="FILE", help="write the fitted hardware file")
+    parser.add_argument(
+        "--write-hardware", type=output_file, metavar="FILE", help="write the fitted hardware file"
+    )
     parser.add_argument(
         "--topology",
         metavar="FILE",
         help="SLURM's topology.conf: order its nodes so that expert groups stay under a leaf",
     )
     parser.add_argument(
-        "--write-hostfile", metavar="FILE", help="write that order, for SLURM_HOSTFILE"
+        "--write-hostfile",
+        type=output_file,
+        metavar="FILE",
+        help="write that order, for SLURM_HOSTFILE",
     )
 
 
@@ -191,7 +216,20 @@ def _request(args: Namespace, model: PlannedModel, hardware: Hardware) -> PlanRe
         offloads=(False,) if args.no_offload else (False, True),
         dispatches=model.dispatches,
         fixed=model.fixed,
+        train_tokens=args.train_tokens or model.train_tokens,
     )
+
+
+def _explain_given(
+    console: Console, request: PlanRequest, model: PlannedModel, batch_size: int | None
+) -> int:
+    layout, training = given_run(request, FlagValues(model.flags), global_batch_size=batch_size)
+    batch = replace(request.training, global_batch_size=training.global_batch_size)
+    request = replace(request, training=batch)
+    report = PlanReport(console, request, model.argv)
+    report.head(model.name)
+    report.as_given(evaluate(request, layout, training))
+    return 0
 
 
 def _with_measured_step(request: PlanRequest, measured: float) -> PlanRequest:
@@ -264,4 +302,4 @@ def _place(args: Namespace, plan: LayoutPlan, request: PlanRequest, report: Plan
     report.placement(placement, before=whole_blocks(leaf_of, spread.nodes))
     if args.write_hostfile is not None:
         names = [node for node in placement.nodes for _ in range(request.hardware.gpus_per_node)]
-        Path(args.write_hostfile).write_text("\n".join(names) + "\n", encoding="utf-8")
+        write_output(args.write_hostfile, "\n".join(names) + "\n")

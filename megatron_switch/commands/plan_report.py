@@ -65,6 +65,7 @@ class PlanReport:
             reason = f"; {why_faster(plan, follower)}" if follower else ""
             bound = bottleneck(plan, self._request.hardware)
             self._say(f"{number}. {plan.layout.name}: bound by {bound}{reason}.")
+        self.whole_training(plans.best)
         self.groups(plans.best[0])
         self.warnings(plans.best[0])
         self.flags(plans.best[0])
@@ -89,6 +90,18 @@ class PlanReport:
                 f"In layout{'s' * (len(steps) > 1)} {', '.join(map(str, steps))} the peak is the "
                 f"optimizer's step, which needs {needs} GB in place of act and buffer."
             )
+
+    def whole_training(self, plans: Sequence[LayoutPlan]) -> None:
+        """Show how long the whole training takes, if it is known how much it reads."""
+        tokens = self._request.train_tokens
+        if tokens is None:
+            return
+        times = "; ".join(
+            f"{f'{number}. ' if len(plans) > 1 else ''}{_duration(plan.seconds_for(tokens))}, "
+            f"{plan.gpu_hours_for(tokens):,.0f} GPU hours"
+            for number, plan in enumerate(plans, 1)
+        )
+        self._say(f"\n{tokens / 1e9:,.4g}B tokens take, without evaluation and saving: {times}.")
 
     def groups(self, plan: LayoutPlan) -> None:
         """Show over how many nodes and leaves each group is spread."""
@@ -132,6 +145,29 @@ class PlanReport:
                 "read nccl-tests output, and --measured-step one step."
             )
 
+    def as_given(self, plan: LayoutPlan) -> None:
+        """Show the run of the flags themselves line by line."""
+        self._say(
+            "\nThe run of these flags as 'train' starts it: what is not given has its default. "
+            "--explain 1 shows the fastest layout instead."
+        )
+        total, budget = plan.memory.total, self._request.hardware.budget
+        if total > budget:
+            self._say(
+                f"It does not fit: {gigabytes(total)} GB of {gigabytes(budget)} GB. Layouts that "
+                "do: the same command without --explain, and without sizes that are to be chosen."
+            )
+        self.explained(plan)
+
+    def not_kept(self, flags: Sequence[str]) -> None:
+        """Say which flags the first plan has otherwise than they were given."""
+        if flags:
+            self._say(
+                f"\nnote: The first layout does not have {', '.join(flags)}: optimizer, "
+                "recomputation and overlap are planned. --explain without a number shows the run "
+                "exactly as given."
+            )
+
     def explained(self, plan: LayoutPlan) -> None:
         """Show one layout line by line."""
         self._say(f"\n{plan.layout.name}")
@@ -144,6 +180,7 @@ class PlanReport:
                 table.add_row(f"  {line.name}", line.formula, line.result)
             self._say(f"\n{section.title}")
             self._console.print(table)
+        self.whole_training([plan])
         self.caveat()
 
     def capacity_sweep(self, rows: Sequence[tuple[float, int, LayoutPlan]]) -> None:
@@ -252,6 +289,12 @@ def _row(plan: LayoutPlan, request: PlanRequest) -> list[str]:
         f"{timing.tokens_per_second:.0f}",
         f"{timing.useful_mfu:.1%}",
     ]
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:,.1f} days"
+    return f"{seconds / 3600:.1f} hours" if seconds >= 2 * 3600 else f"{seconds / 60:.0f} minutes"
 
 
 def _saving(plan: LayoutPlan) -> str:

@@ -48,6 +48,14 @@ class LayoutPlan:
         """Tokens a second of one GPU that reach their expert; what layouts are compared by."""
         return self.timing.tokens_per_second * (1.0 - self.dropped)
 
+    def seconds_for(self, tokens: int) -> float:
+        """Return the time of a training over some tokens, without evaluation and saving."""
+        return tokens / (self.timing.tokens_per_second * self.layout.world_size)
+
+    def gpu_hours_for(self, tokens: int) -> float:
+        """Return what that training takes of all GPUs together."""
+        return tokens / self.timing.tokens_per_second / 3600
+
 
 def best_plan(
     request: PlanRequest, sizes: Sizes, *, least: float = 0.0, bound: LowerBound | None = None

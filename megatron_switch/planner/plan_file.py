@@ -61,6 +61,7 @@ def plans_as_json(
         "nodes": request.nodes,
         "gpus_per_node": request.hardware.gpus_per_node,
         "hardware": {"name": request.hardware.name, **hardware_as_json(request.hardware)},
+        "train_tokens": request.train_tokens,
         "plans": [_plan_as_json(plan, request, model_argv) for plan in plans],
     }
 
@@ -100,10 +101,20 @@ def _plan_as_json(
         "bubble": timing.bubble,
         "tokens_per_second_per_gpu": timing.tokens_per_second,
         "useful_mfu": timing.useful_mfu,
+        **_whole_training(plan, request.train_tokens),
         "dropped": plan.dropped,
         "lower_bound": not request.hardware.fitted,
         "binding": bottleneck(plan, request.hardware),
         "warnings": plan_warnings(plan, request),
+    }
+
+
+def _whole_training(plan: LayoutPlan, tokens: int | None) -> dict[str, float]:
+    if tokens is None:
+        return {}
+    return {
+        "training_seconds": plan.seconds_for(tokens),
+        "training_gpu_hours": plan.gpu_hours_for(tokens),
     }
 
 

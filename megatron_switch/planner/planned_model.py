@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.architecture.model_flags import capacity_of, model_from_flags, read_model
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.argv import argv_of, attribute_of, flags_of_argv
+from megatron_switch.flags.argv import argv_of, attribute_of, flag_key, flags_of_argv
 from megatron_switch.flags.known_flags import KNOWN_FLAGS
+from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.flags.train_flags import refuse_unknown
 from megatron_switch.flags.traits import check_ranges
 from megatron_switch.flags.values import FlagValues
@@ -35,6 +36,8 @@ class PlannedModel:
         fixed: Parallel sizes and micro-batch that were given.
         dispatches: Dispatch modes to consider.
         global_batch_size: As given, or None.
+        flags: All flags of the model and of the command line, by name without dashes.
+        given: Those of the command line.
     """
 
     name: str
@@ -44,6 +47,32 @@ class PlannedModel:
     fixed: dict[str, int]
     dispatches: tuple[Dispatch, ...]
     global_batch_size: int | None
+    flags: Mapping[str, object]
+    given: Mapping[str, object]
+
+    @property
+    def train_tokens(self) -> int | None:
+        """Tokens of the whole training, as its flags say, or None."""
+        values = FlagValues(self.flags)
+        samples = values.integer("train-samples", None)
+        iterations = values.integer("train-iters", None)
+        if samples is None and iterations is not None and self.global_batch_size is not None:
+            samples = iterations * self.global_batch_size
+        return None if samples is None else samples * self.training.seq_length
+
+    def not_kept(self, plan_argv: Sequence[str]) -> list[str]:
+        """Return the given flags for which a plan has another value, or none.
+
+        Args:
+            plan_argv: The flags of the plan.
+        """
+        planned = flags_of_argv(plan_argv)
+        names = [name for name in self.given if name in PLANNED_FLAGS]
+        return [
+            " ".join(argv_of({name: self.given[name]}))
+            for name in names
+            if planned.get(name) != self.given[name]
+        ]
 
 
 def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
@@ -64,6 +93,7 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
             "There is no model to plan: name one with --model, or give its pretrain flags after --."
         )
     flags = {**(read_model(name) if name is not None else {}), **given}
+    flags = {**_of_recipe(flags), **flags}
     values = FlagValues(flags)
     check_ranges(KNOWN_FLAGS, dict(_numbers(flags)))
     mode = values.text("switch-dispatch", "auto")
@@ -80,7 +110,19 @@ def planned_model(name: str | None, pretrain: Sequence[str]) -> PlannedModel:
         fixed=_fixed(values),
         dispatches=_MODES[mode],
         global_batch_size=values.integer("global-batch-size", None),
+        flags=flags,
+        given=given,
     )
+
+
+def _of_recipe(flags: Mapping[str, object]) -> dict[str, object]:
+    """Return the flags that a recipe sets, where one is named."""
+    name = flags.get("switch-recipe")
+    if name is None:
+        return {}
+    if name not in RECIPES:
+        raise ConfigError(f"--switch-recipe is one of {', '.join(RECIPES)}, got {name}.")
+    return {flag_key(each): value for each, value in RECIPES[str(name)].items()}
 
 
 def _numbers(flags: Mapping[str, object]) -> Iterator[tuple[str, float]]:

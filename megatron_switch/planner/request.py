@@ -27,6 +27,7 @@ class PlanRequest:
         offloads: Whether the optimizer may be on the host.
         fixed: Sizes that are decided already: ``tp``, ``pp``, ``cp``, ``ep``, ``etp``, ``vp``, and
             ``micro_batch_size``.
+        train_tokens: Tokens of the whole training, for its time; None where that is not known.
     """
 
     model: Architecture
@@ -37,6 +38,7 @@ class PlanRequest:
     shardings: tuple[Sharding, ...] = ("distributed", "fully_sharded")
     offloads: tuple[bool, ...] = (False, True)
     fixed: Mapping[str, int] = field(default_factory=dict)
+    train_tokens: int | None = None
 
     @property
     def world_size(self) -> int:

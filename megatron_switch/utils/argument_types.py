@@ -1,6 +1,7 @@
 """Values that several commands take, as types for argparse."""
 
 import math
+import os
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -30,3 +31,31 @@ def path(text: str) -> Path:
     if not text:
         raise ArgumentTypeError("takes a path, got an empty word")
     return Path(text)
+
+
+def tokens(text: str) -> int:
+    """Return a number of tokens: 300000000000, 300e9, 300B or 0.3T."""
+    unit = _UNITS.get(text[-1:], 1)
+    try:
+        value = float(text if unit == 1 else text[:-1]) * unit
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise ArgumentTypeError(f"takes a number of tokens, such as 300e9 or 300B, got '{text}'")
+    return round(value)
+
+
+_UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that can be written; what is there before is not touched."""
+    target = path(text)
+    if target.is_dir():
+        raise ArgumentTypeError(f"takes a file, and '{text}' is a folder")
+    folder = target.parent
+    if not folder.is_dir():
+        raise ArgumentTypeError(f"is in the folder '{folder}', which does not exist: create it")
+    if not os.access(folder, os.W_OK):
+        raise ArgumentTypeError(f"is in the folder '{folder}', which cannot be written")
+    return target

@@ -38,6 +38,12 @@ def renamed_into_place(path: str | os.PathLike[str]) -> Iterator[TextIO]:
         temporary.unlink(missing_ok=True)
 
 
+def write_output(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text that replaces what was at ``path``, as :func:`renamed_into_place` does."""
+    with renamed_into_place(path) as file:
+        file.write(text)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

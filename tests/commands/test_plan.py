@@ -1,6 +1,7 @@
 """``megatron-switch plan`` prints plans that the training command accepts."""
 
 import json
+import re
 
 import pytest
 
@@ -153,6 +154,52 @@ def test_explain_shows_formulas(capsys):
     assert "--explain 2 asks for a layout that is not among the 1 shown" in err
 
 
+def test_explain_without_a_number_shows_the_given_run(capsys):
+    flags = f"{OWN} --bf16 --micro-batch-size 2 --global-batch-size 64"
+    text = plan(capsys, f"plan --explain -- {flags}")
+    assert "The run of these flags as 'train' starts it" in text
+    assert "TP1 PP1 EP1 ETP1" in text.splitlines()
+    assert "padded dispatch" in text  # as on GPUs
+    assert "batch    64 sequences" in text
+    fastest = plan(capsys, f"plan --explain 1 -- {flags}")
+    assert "The run of these flags" not in fastest
+    assert "TP1 PP1 EP1 ETP1" not in fastest.splitlines()
+    large = plan(capsys, f"{PLAN} --explain -- --bf16")
+    assert re.search(
+        r"It does not fit: [\d.,]+ GB of 83\.0 GB\. Layouts that do: .*--explain", large
+    )
+
+
+def test_given_flags_that_a_plan_decides_otherwise_are_named(capsys):
+    given = "--recompute-granularity full --micro-batch-size 2 --use-distributed-optimizer"
+    text = plan(capsys, f"plan --count 1 -- {OWN} {given}")
+    assert "note: The first layout does not have --recompute-granularity full: " in text
+    record = json.loads(plan(capsys, f"plan --count 1 --json -- {OWN} {given}"))
+    assert record["not_kept"] == ["--recompute-granularity full"]
+    assert "note:" not in plan(capsys, f"plan --count 1 -- {OWN} --micro-batch-size 2")
+
+
+@pytest.mark.parametrize(
+    ("own", "flags"),
+    [
+        ("--train-tokens 3.2768B", ""),
+        ("", "--train-samples 12800000"),
+        ("", "--train-iters 200000 --global-batch-size 64"),
+    ],
+)
+def test_the_whole_training_has_a_time_and_gpu_hours(capsys, own, flags):
+    command = f"plan --count 1 {own}"
+    record = json.loads(plan(capsys, f"{command} --json -- {OWN} {flags}"))
+    (first,) = record["plans"]
+    assert record["train_tokens"] == 3_276_800_000
+    seconds = 3_276_800_000 / first["tokens_per_second_per_gpu"] / 8
+    assert first["training_seconds"] == pytest.approx(seconds)
+    assert first["training_gpu_hours"] == pytest.approx(seconds * 8 / 3600)
+    text = plan(capsys, f"{command} -- {OWN} {flags}")
+    assert "3.277B tokens take, without evaluation and saving: " in text
+    assert f"{first['training_gpu_hours']:,.0f} GPU hours" in text
+
+
 @pytest.mark.slow
 def test_sweep_of_capacity_factors(capsys):
     text = plan(capsys, f"{PLAN} --sweep-capacity")
@@ -245,3 +292,12 @@ def test_mistakes_end_with_their_message(capsys, words, message):
 def test_mistakes_of_use(words):
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
+
+
+@pytest.mark.parametrize("flag", ["--write-hardware", "--write-hostfile"])
+def test_a_file_in_a_folder_that_does_not_exist_is_refused_first(capsys, tmp_path, flag):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--model", "gpt-1.6t-128", flag, str(tmp_path / "gone" / "file")])
+    assert f"argument {flag}: is in the folder '{tmp_path / 'gone'}', which does not exist" in (
+        capsys.readouterr().err
+    )
