@@ -6,8 +6,8 @@ same weights and write the same checkpoints.
 
 Guaranteed for both:
 
-* Megatron's ``ExpertsInterface``. The gate multiplies the hidden activation before the second
-  matrix, in float32, then is cast back, as in Megatron; without biases that scales the output.
+* Megatron's ``ExpertsInterface``. The gate scales the output: Megatron multiplies the hidden
+  activation, before the second matrix; without biases that is the same.
 * ``allreduce = False`` on every parameter in every layout, EP 1 included. Megatron then always
   builds the pair of optimizers (dense, experts), and checkpoints move between EP 1 and EP > 1.
 * With expert-tensor parallelism a rank holds a slice of the hidden width and returns a partial sum;
@@ -24,6 +24,7 @@ import copy
 from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,7 +38,7 @@ from torch.nn import Parameter
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import LayoutError
 from megatron_switch.moe.counter_rng import dropout
-from megatron_switch.moe.grouped_linear import activated_grouped_linear, grouped_linear
+from megatron_switch.moe.feed_forward import feed_forward
 from megatron_switch.moe.initialization import init_expert_weight_
 from megatron_switch.moe.sharded_state import ExpertShards, Offset
 
@@ -73,7 +74,7 @@ def build_experts(
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
-    """Experts in plain torch: one grouped product for each of the two matrices."""
+    """Experts in plain torch (:mod:`megatron_switch.moe.feed_forward`)."""
 
     def __init__(
         self,
@@ -171,16 +172,20 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             key_R = None
         else:
             assert key_R is not None, "expert dropout needs the tokens' keys"
+        config = self.config
+        plain_relu = config.activation_func is F.relu and not config.gated_linear_unit
+        output_RD = feed_forward(
+            rows_RD,
+            gate_R,
+            self.weight1,
+            self.weight2,
+            tokens_per_expert_e.tolist(),
+            None if plain_relu and key_R is None else self._activate,
+            key_R,
+        )
+        return output_RD, None
 
-        # Called again in backward: dropout by keys gives the same mask both times.
-        def activate(input_RH: Tensor, gate_R: Tensor) -> Tensor:
-            return self._activate(input_RH, gate_R, key_R)
-
-        counts = tokens_per_expert_e.tolist()
-        input_RH = grouped_linear(rows_RD, self.weight1, counts)
-        return activated_grouped_linear(input_RH, gate_R, self.weight2, counts, activate), None
-
-    def _activate(self, input_RH: Tensor, gate_R: Tensor, key_R: Tensor | None) -> Tensor:
+    def _activate(self, input_RH: Tensor, key_R: Tensor | None) -> Tensor:
         config = self.config
         if config.gated_linear_unit:
             glu_RF, linear_RF = torch.chunk(input_RH, 2, dim=-1)
@@ -194,8 +199,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             # Columns are numbered over the whole hidden width, so shards draw what one rank would.
             first_column = self.tp_group.rank() * self.hidden_width
             hidden_RF = dropout(hidden_RF, key_R, self.expert_dropout, first_column=first_column)
-        gated_RF: Tensor = (hidden_RF * gate_R.unsqueeze(1)).to(input_RH.dtype)
-        return gated_RF
+        return cast(Tensor, hidden_RF)
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed."""

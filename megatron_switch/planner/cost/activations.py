@@ -12,13 +12,14 @@ hidden width, G 2 for a gated activation and else 1, R rows that a rank's expert
     experts       rows, and the input of the activation                      R (D + G F / ETP) w
     routing       probabilities, gates, indices                              4 T E + 8 (T + R) + ...
 
-The activation of an expert is computed again in backward (see ``moe.grouped_linear``); Transformer
+The activation of an expert is computed again in backward (see ``moe.feed_forward``); Transformer
 Engine's experts keep its output as well. With padded dispatch R is every slot that a rank serves,
 filled or not: ``E x ETP x groups x ceil(C / (TP x CP))``; with packed dispatch, the kept tokens
 times ETP.
 
-What a layer needs beyond is largest while its experts go backward: five float32 tensors of its
-hidden rows, because gates are float32, and the gradient of one weight matrix.
+What a layer needs beyond is largest in the backward pass of its experts: the hidden activation,
+its gradient and that of its input, float32 copies of the first two for the gradient of the gates,
+and the gradient of one weight matrix.
 """
 
 from dataclasses import dataclass
