@@ -7,6 +7,7 @@
 # RUN is the folder for data and run; TEXT is a folder of text, by default Python's standard library.
 # Flags of the command line override those below.
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit ;; esac
 
 RUN=${RUN:-runs/cpu-4-ranks}
 

@@ -7,6 +7,7 @@
 # optimizer state and activations; they were not measured on every card. If memory runs out, lower --micro-batch-size or add --recompute-granularity full --recompute-method uniform
 # --recompute-num-layers 1. Flags of the command line override those below.
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit ;; esac
 
 MEMORY=${1:-24}
 shift || true

@@ -7,6 +7,7 @@
 # Install Transformer Engine for speed: pip install 'megatron-switch[te]'. Flags of the command line
 # override those below.
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit ;; esac
 
 RUN=${RUN:-runs/gpt-one-node}
 : "${DATA:?set the data, as in DATA=corpus/corpus}"

@@ -9,6 +9,7 @@
 # with 8 experts is trained from scratch. Dropout is 0.1, and 0.4 inside experts, as in the Switch
 # paper's fine-tuning (table 4). Flags of the command line override those below.
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit ;; esac
 
 RUN=${RUN:-runs/t5-finetune}
 : "${DATA:?set the pairs of texts, as in DATA=pairs.jsonl}"

@@ -7,6 +7,8 @@
 #
 # DEVICE=cpu rehearses the script itself. PYTHON names the interpreter.
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit ;; esac
+[[ "${1:-}" != -* ]] || { echo "$1 is no folder; --help says what there is" >&2 && exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python}
@@ -24,7 +26,9 @@ if [ "$DEVICE" = cuda ]; then
 fi
 
 say "the same numbers in every mode"
-"$PYTHON" -m megatron_switch check-layouts --max-ranks 1 --device "$DEVICE"
+LAUNCH=()  # on GPUs check-layouts runs on the ranks of a launcher, on the CPU it forks its own
+[ "$DEVICE" = cpu ] || LAUNCH=(-m torch.distributed.run --standalone --nproc-per-node 1)
+"$PYTHON" "${LAUNCH[@]}" -m megatron_switch check-layouts --max-ranks 1 --device "$DEVICE"
 
 TRAIN=(
   --switch-device "$DEVICE" --switch-run-dir "$OUT/run" --mock-data

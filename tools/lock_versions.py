@@ -6,6 +6,7 @@ platform: the NVIDIA libraries.
 
 import importlib.metadata as metadata
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
@@ -29,6 +30,12 @@ def pins() -> list[str]:
     ]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the file; ``--help`` and mistakes write nothing."""
+    ArgumentParser(description=__doc__).parse_args()
     CONSTRAINTS.write_text(HEADER + "\n".join(pins()) + "\n", encoding="utf-8")
     print(f"{CONSTRAINTS}: {len(pins())} versions")
+
+
+if __name__ == "__main__":
+    main()

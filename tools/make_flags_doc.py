@@ -182,7 +182,14 @@ def _value(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write both files; ``--help`` and mistakes write nothing."""
+    description = __doc__.partition("\n")[0]
+    argparse.ArgumentParser(description=description).parse_args()
     for path, text in ((PAGE, page()), (FLAGS_FILE, flags_file())):
         path.write_text(text, encoding="utf-8")
         print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -72,6 +72,12 @@ def check_layouts(args: Namespace) -> int:
         print(*lines, sep="\n", flush=True)
 
     on_gpus = args.device == "cuda"
+    if not on_gpus and "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "--device cpu forks its own ranks, and a launcher has started this one (WORLD_SIZE is "
+            f"{os.environ['WORLD_SIZE']}). Start check-layouts without torchrun, or use --device "
+            "cuda."
+        )
     ranks = _launched_ranks() if on_gpus else args.max_ranks
     if args.quick and not on_gpus:
         ranks = min(ranks, QUICK_RANKS)

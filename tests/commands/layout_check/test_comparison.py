@@ -102,6 +102,7 @@ def test_the_quick_check_finds_every_layout_equal(capfd):
     [
         (["--max-ranks", "0"], {}, "--max-ranks is at least 1, got 0"),
         (["--device", "cuda"], {}, "WORLD_SIZE is not set. Start it with torchrun"),
+        ([], {"WORLD_SIZE": "1"}, r"\(WORLD_SIZE is 1\). Start check-layouts without torchrun"),
         (["--device", "cuda"], {"WORLD_SIZE": "3"}, "on 1, 2, 4, 8 ranks, got 3"),
     ],
 )
