@@ -22,7 +22,7 @@ _NO_EQUAL: Mapping[str, str] = {
     "autotuning": "Try 'megatron-switch plan', which compares all layouts without running any.",
     "elasticity": "A job has a fixed number of ranks; checkpoints load at another one.",
     "compression_training": "There is no compression.",
-    "curriculum_learning": "Use --rampup-batch-size for the batch; sequences keep their length.",
+    "curriculum_learning": "Use --step-batch-size-schedule for the batch; lengths are fixed.",
     "data_efficiency": "There is no curriculum or token dropping outside of expert capacity.",
     "progressive_layer_drop": "Every layer runs in every step.",
     "sparse_attention": "Attention is dense; see --window-size for a sliding window.",

@@ -2,7 +2,8 @@
 
 The wheel trains, but saving and resuming fail in places: with the distributed optimizer and torch's
 Adam (no Transformer Engine, no Apex) a run cannot resume, or resumes with wrong numbers; optimizer
-state that may change its layout is wrong as soon as gradients have several buckets; a pipeline
+state that may change its layout is wrong as soon as gradients have several buckets; no optimizer
+resumes with another learning rate; a pipeline
 stage without experts loses its optimizer's step; a model with experts loads only where it was
 trained, with Transformer Engine or without; the first save starts a process per rank that takes
 seconds; a crash can leave an empty tracker. And its log of tokens per expert does not count experts
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_switch.checkpoint.formats.dist_metadata import read_index
 from megatron_switch.checkpoint.load.files import TRACKER
+from megatron_switch.checkpoint.load.group_rates import take_rates
 from megatron_switch.checkpoint.load.norm_keys import name_norms_as_stored
 from megatron_switch.checkpoint.load.write_errors import bytes_to_write, unwritten
 from megatron_switch.errors import CheckpointError
@@ -66,9 +68,16 @@ def megatron_repairs() -> tuple[Patch, ...]:
         ),
         Patch(
             f"{_OPTIMIZER}.load_state_dict",
-            "all parameters get one step tensor, and Adam adds to it once for each of them",
+            "all parameters get one step tensor, and Adam adds to it once for each of them; and "
+            "groups of parameters with another learning rate than before are not found",
             wrapper=_load_with_own_steps,
             sha256=("7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",),
+        ),
+        Patch(
+            "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
+            "groups of parameters with another learning rate than before are not found",
+            wrapper=_pair_by_kind,
+            sha256=("08e55f3aea6499b771bfd42a027d2a5064dff3e9718496d6753dd862a2f172b9",),
         ),
         Patch(
             f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
@@ -170,6 +179,8 @@ def _state_dict_without_steps(original: Callable[[Any], Any]) -> Callable[[Any],
 
 def _load_with_own_steps(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def load_state_dict(self: Any, state_dict: Any) -> None:
+        if not self.ddp_config.use_megatron_fsdp:
+            take_rates(state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
         original(self, state_dict)
         if _has_fused_adam():
             return
@@ -178,6 +189,14 @@ def _load_with_own_steps(original: Callable[[Any, Any], None]) -> Callable[[Any,
                 state["step"] = state["step"].clone()
 
     return load_state_dict
+
+
+def _pair_by_kind(original: Any) -> Any:
+    def _filter_and_reorder_param_groups(current_groups: Any, state_dict_groups: Any) -> Any:
+        take_rates(state_dict_groups, current_groups)
+        return original.__func__(current_groups, state_dict_groups)
+
+    return staticmethod(_filter_and_reorder_param_groups)
 
 
 def _set_states_except_step(

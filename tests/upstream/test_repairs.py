@@ -17,7 +17,7 @@ from megatron_switch.errors import UpstreamError
 from megatron_switch.upstream import repairs
 from megatron_switch.upstream.repairs import megatron_repairs, repaired_megatron
 
-NUMBER_OF_REPAIRS = 13
+NUMBER_OF_REPAIRS = 14
 """A repair more needs a reason; a repair less, a release of Megatron that needs it no longer."""
 
 
@@ -163,7 +163,10 @@ def test_loaded_steps_are_not_shared():
         for state in optimizer.state.values():
             state["step"] = shared
 
-    repairs._load_with_own_steps(load)(SimpleNamespace(optimizer=optimizer), {})
+    owner = SimpleNamespace(
+        optimizer=optimizer, ddp_config=SimpleNamespace(use_megatron_fsdp=False)
+    )
+    repairs._load_with_own_steps(load)(owner, {"optimizer": {"param_groups": []}})
     first, second = (state["step"] for state in optimizer.state.values())
     assert first == second == 3.0
     assert first is not second
@@ -318,5 +321,6 @@ def test_a_fused_adam_is_left_alone():
     assert empty.param_groups == [{"params": []}]
     step = torch.tensor(1.0)
     optimizer.state = {0: {"step": step}}
+    owner.ddp_config = SimpleNamespace(use_megatron_fsdp=True)
     repairs._load_with_own_steps(lambda self, state_dict: None)(owner, {})
     assert optimizer.state[0]["step"] is step

@@ -13,6 +13,16 @@ from typing import Any
 
 from megatron_switch.errors import CheckpointError
 
+_RATES = {
+    "lr": "max_lr",
+    "min_lr": "min_lr",
+    "start_weight_decay": "start_wd",
+    "end_weight_decay": "end_wd",
+}
+"""Arguments that parameter groups are built from, and their names in the record."""
+
+_DECOUPLED = {"decoupled_lr": "--decoupled-lr", "decoupled_min_lr": "--decoupled-min-lr"}
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -51,6 +61,10 @@ def check_schedule(
                 for value in (record[name], entry.value)
             )
             lines[entry.flag] = f"\n  {entry.flag}: {old} in the checkpoint, {new} now"
+    for name, flag in _DECOUPLED.items():  # of single parameters, so not in the record
+        old, new = (getattr(each, name, None) for each in (stored_args, args))
+        if old != new:
+            lines[flag] = f"\n  {flag}: {old} in the checkpoint, {new} now"
     if lines:
         if batches[0] not in (None, batches[1]):
             lines["batch"] = (
@@ -62,6 +76,27 @@ def check_schedule(
             "--use-checkpoint-opt_param-scheduler to keep the old ones. To stop early, leave the "
             "schedule as it is and pass --exit-interval."
         )
+
+
+def keep_schedule(
+    record: Mapping[str, Any] | None, stored_args: Namespace, args: Namespace
+) -> None:
+    """Take the checkpoint's rates if ``--use-checkpoint-opt_param-scheduler`` asks for them.
+
+    Megatron takes them for its schedule only. Each of the optimizer's parameter groups has rates
+    too, and is not loaded with others.
+
+    Args:
+        record: The checkpoint's ``opt_param_scheduler`` record; None if it has none.
+        stored_args: Megatron's arguments that the checkpoint was saved with.
+        args: Megatron's validated arguments of this run; changed.
+    """
+    if record is None or not args.use_checkpoint_opt_param_scheduler:
+        return
+    for name, key in _RATES.items():
+        setattr(args, name, record.get(key, getattr(args, name)))
+    for name in _DECOUPLED:
+        setattr(args, name, getattr(stored_args, name, None))
 
 
 def _schedule(args: Namespace) -> dict[str, _Entry]:

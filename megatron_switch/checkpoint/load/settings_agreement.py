@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_switch.architecture.layer_pattern import sparse_layers
-from megatron_switch.checkpoint.load.lr_agreement import check_schedule
+from megatron_switch.checkpoint.load.lr_agreement import check_schedule, keep_schedule
 from megatron_switch.config import switch_traits
 from megatron_switch.errors import CheckpointError
 from megatron_switch.flags.known_flags import KNOWN_FLAGS, flags_with, shown_flag
@@ -72,12 +72,20 @@ def check_resume(
         )
     check_model(stored, args)
     messages = [
+        *_not_saved(stored, args, is_release=is_release),
         *check_switch_settings(stored, args, is_untrained=bool(common_state.get(UNTRAINED))),
         *_batch_notes(stored, args),
     ]
-    if not (is_release or args.finetune or args.no_load_optim or _of(stored, "no_save_optim")):
+    if not (is_release or args.finetune or args.no_load_optim):
         check_optimizer_state(common_state, args)
-        check_schedule(common_state.get("opt_param_scheduler"), stored, args)
+        schedule = common_state.get("opt_param_scheduler")
+        check_schedule(schedule, stored, args)
+        keep_schedule(schedule, stored, args)
+    elif args.no_load_optim and not (is_release or args.finetune):
+        messages.append(
+            "The optimizer's moments and the learning-rate schedule start anew, warm-up included "
+            "(--no-load-optim); iterations and samples are counted on."
+        )
     return tuple(messages)
 
 
@@ -165,6 +173,17 @@ def check_switch_settings(
     return tuple(messages)
 
 
+def _not_saved(stored: Namespace, args: Namespace, *, is_release: bool) -> list[str]:
+    """Do not load what the checkpoint was saved without; return a note for each."""
+    notes = []
+    for part, name in (("optim", "optimizer state"), ("rng", "states of random generators")):
+        loads = not (is_release or args.finetune or getattr(args, f"no_load_{part}"))
+        if loads and _of(stored, f"no_save_{part}"):
+            setattr(args, f"no_load_{part}", True)
+            notes.append(f"The checkpoint has no {name}: it was saved with --no-save-{part}.")
+    return notes
+
+
 def _batch_notes(stored: Namespace, args: Namespace) -> list[str]:
     """Return a note where another micro-batch size changes the capacity groups."""
     sizes = _differences(["micro_batch_size"], stored, args)
@@ -188,7 +207,7 @@ def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> N
         CheckpointError: Naming the flag that makes the state readable.
     """
     stored = common_state["args"]
-    way_out = "or pass --no-load-optim to start the optimizer anew."
+    way_out = "or pass --no-load-optim to start optimizer and learning-rate schedule anew."
     settings = _differences(flags_with("optimizer"), stored, args)
     if settings:
         raise CheckpointError(

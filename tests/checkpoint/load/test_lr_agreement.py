@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_switch.checkpoint.load.lr_agreement import check_schedule
+from megatron_switch.checkpoint.load.lr_agreement import check_schedule, keep_schedule
 from megatron_switch.errors import CheckpointError
 
 ARGS = {
@@ -101,6 +101,24 @@ def test_a_longer_run_is_one_line_though_two_numbers_follow_from_it():
 )
 def test_the_user_decides_which_schedule_holds(way):
     check_schedule(record(arguments()), arguments(), arguments(lr=1.0, **{way: True}))
+
+
+def test_the_rate_of_decoupled_parameters_is_compared_too():
+    stored = arguments(decoupled_lr=1e-4)
+    with pytest.raises(
+        CheckpointError, match=r"--decoupled-lr: 0\.0001 in the checkpoint, None now"
+    ):
+        check_schedule(record(arguments()), stored, arguments())
+
+
+def test_the_checkpoints_rates_are_taken_where_its_schedule_is_kept():
+    stored = arguments(lr=2e-3, min_lr=1e-5, decoupled_lr=1e-4)
+    args = arguments(use_checkpoint_opt_param_scheduler=True)
+    keep_schedule(record(stored), stored, args)
+    assert (args.lr, args.min_lr, args.decoupled_lr) == (2e-3, 1e-5, 1e-4)
+    own = arguments()
+    keep_schedule(record(stored), stored, own)
+    assert own.lr == 1e-3
 
 
 def test_a_checkpoint_without_a_schedule_fits_every_run():

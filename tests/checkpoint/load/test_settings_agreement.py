@@ -72,6 +72,7 @@ MEGATRON = {
     # what to load
     "finetune": False,
     "no_load_optim": False,
+    "no_load_rng": False,
     "no_save_optim": None,
 }
 SWITCH = {FLAG_PREFIX + field.name: field.default for field in fields(SwitchConfig)}
@@ -342,13 +343,16 @@ def test_state_in_the_bucket_order_of_other_experts_is_refused():
 @pytest.mark.parametrize("way", ["finetune", "no_load_optim"])
 def test_nothing_of_the_optimizer_is_compared_when_it_is_not_loaded(way):
     changed = arguments(**{way: True}, use_distributed_optimizer=False, lr=5.0, train_iters=99)
-    assert check_resume(common_state(arguments()), changed) == ()
+    notes = check_resume(common_state(arguments()), changed)
+    assert ["start anew" in note for note in notes] == [True] * (way == "no_load_optim")
 
 
 def test_a_release_has_no_optimizer():
     changed = arguments(lr=5.0)
     assert check_resume(common_state(arguments()), changed, is_release=True) == ()
-    assert check_resume(common_state(arguments(no_save_optim=True)), changed) == ()
+    notes = check_resume(common_state(arguments(no_save_optim=True)), changed)
+    assert notes[0] == "The checkpoint has no optimizer state: it was saved with --no-save-optim."
+    assert "start anew" in notes[1]
 
 
 @pytest.mark.parametrize(
