@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -63,14 +64,23 @@ def build_experts(
         switch: Switch settings; expert dropout is read.
         name: Name of the module in the model.
     """
-    asked = config.transformer_impl == "transformer_engine" and switch.expert_dropout == 0.0
-    if asked and HAVE_TE and torch.cuda.is_available():
+    if engine_has(config.transformer_impl, switch) and HAVE_TE and torch.cuda.is_available():
         return TransformerEngineExperts(
             num_local_experts, config, pg_collection=pg_collection, name=name
         )
     return GroupedExperts(
         num_local_experts, config, pg_collection=pg_collection, expert_dropout=switch.expert_dropout
     )
+
+
+def engine_has(transformer_impl: str, switch: SwitchConfig) -> bool:
+    """Return whether experts are Transformer Engine's, where it is installed: it has no dropout.
+
+    Args:
+        transformer_impl: ``--transformer-impl``.
+        switch: Switch settings; expert dropout is read.
+    """
+    return transformer_impl == "transformer_engine" and switch.expert_dropout == 0.0
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
@@ -256,8 +266,7 @@ class TransformerEngineExperts(TEGroupedMLP):  # type: ignore[misc]
             pg_collection: Process groups.
             name: Name of the module in the model.
         """
-        config = copy.copy(config)  # not replace(): that would run the checks of the class again
-        config.add_bias_linear = False
+        config = engine_config(config)
         spec = TESpecProvider().grouped_mlp_modules(True)
         super().__init__(
             num_local_experts,
@@ -281,6 +290,23 @@ class TransformerEngineExperts(TEGroupedMLP):  # type: ignore[misc]
                 layer_number=layer_number,
                 init_scale=init_scale,
             )
+
+
+def engine_config(config: TransformerConfig) -> TransformerConfig:
+    """Return the configuration of Transformer Engine's experts, which have no biases.
+
+    Megatron's grouped experts fuse a bias with SwiGLU and the quick GEGLU only, and end in the
+    first forward pass for any other activation that is to be fused, as the dense layers' GELU with
+    biases is.
+
+    Args:
+        config: Configuration of the whole model, which is not changed.
+    """
+    config = copy.copy(config)  # not replace(): that would run the checks of the class again
+    config.add_bias_linear = False
+    fusible = config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
+    config.bias_activation_fusion = bool(config.bias_activation_fusion and fusible)
+    return config
 
 
 def _init_expert_(

@@ -154,7 +154,10 @@ class SwitchRouter(TopKRouter):  # type: ignore[misc]
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         if len(x_TD) == 0:  # Megatron's function cannot reshape an empty tensor
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
-        logits_TE: Tensor = router_gating_linear(x_TD, self.weight, None, dtype)
+        # Of one type: jitter makes float32 of the input, and Transformer Engine's product takes no
+        # pair of types. Without jitter both stay 16 bits wide, and only the product is float32.
+        weight_ED = self.weight.to(x_TD.dtype)
+        logits_TE: Tensor = router_gating_linear(x_TD, weight_ED, None, dtype)
         return logits_TE
 
     def capacity_of(self, num_sequences: int, length: int) -> int:

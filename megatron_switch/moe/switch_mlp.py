@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
+from megatron_switch.moe.cuda_graph_rules import check_cuda_graphs
 from megatron_switch.moe.dispatcher import Dispatcher, PaddedDispatcher, build_dispatcher
 from megatron_switch.moe.experts import build_experts
 from megatron_switch.moe.router import SwitchRouter
@@ -214,17 +215,5 @@ def _refuse_unsupported(
         raise ConfigError(
             "Switch layers do not take part in multi-token prediction. Leave --mtp-num-layers out."
         )
-    noise = config.moe_input_jitter_eps or switch.expert_dropout
-    if noise and config.cuda_graph_impl != "none":
-        raise ConfigError(
-            "A captured CUDA graph would repeat the noise of one micro-batch in every step, and "
-            f"--moe-input-jitter-eps is {config.moe_input_jitter_eps}, --switch-expert-dropout "
-            f"{switch.expert_dropout}. Set both to 0, or leave --cuda-graph-impl "
-            f"{config.cuda_graph_impl} out."
-        )
-    if config.calculate_per_token_loss and config.cuda_graph_impl != "none":
-        raise ConfigError(
-            "A captured CUDA graph would weigh every micro-batch's router losses by the tokens of "
-            "one. Leave --calculate-per-token-loss out, or --cuda-graph-impl "
-            f"{config.cuda_graph_impl}."
-        )
+    if config.cuda_graph_impl != "none":
+        check_cuda_graphs(config, switch)

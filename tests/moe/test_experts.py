@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -16,7 +17,12 @@ from torch import nn
 from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import LayoutError
 from megatron_switch.moe import experts as module
-from megatron_switch.moe.experts import GroupedExperts, TransformerEngineExperts, build_experts
+from megatron_switch.moe.experts import (
+    GroupedExperts,
+    TransformerEngineExperts,
+    build_experts,
+    engine_config,
+)
 from megatron_switch.testing.ranks import run_ranks
 
 ALONE = Layout(1)
@@ -205,6 +211,11 @@ class GroupedLinear(nn.Module):
         for index in range(num_gemms):
             self.register_parameter(f"weight{index}", nn.Parameter(torch.zeros(shape)))
 
+    def forward(self, rows_RD, counts):
+        parts = rows_RD.split(counts.tolist() if torch.is_tensor(counts) else counts)
+        weights = self.parameters()
+        return torch.cat([x @ w.T for x, w in zip(parts, weights, strict=True)]), None
+
 
 @pytest.fixture
 def transformer_engine(monkeypatch):
@@ -239,6 +250,48 @@ def test_transformer_engine_is_used_where_it_is_and_starts_the_same():
         assert second.allreduce is False
         assert torch.equal(first, ours.weight1[index].float())
         assert torch.equal(second, ours.weight2[index].float())
+
+
+GELU = {"activation_func": F.gelu, "add_bias_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [
+        (GELU, False),  # Megatron fuses it with a bias, which dense layers have and experts do not
+        ({"activation_func": F.gelu, "gated_linear_unit": True}, False),
+        ({"activation_func": F.silu, "gated_linear_unit": True}, True),
+        ({"activation_func": quick_gelu, "gated_linear_unit": True}, True),
+        ({"activation_func": F.silu, "gated_linear_unit": True, "fusion": False}, False),
+    ],
+    ids=["gelu", "geglu", "swiglu", "quick-geglu", "not asked for"],
+)
+def test_the_engine_s_experts_fuse_what_megatron_can_fuse(kind, fused):
+    kind = dict(kind)
+    config = switch_config(ALONE, bias_activation_fusion=kind.pop("fusion", True), **kind)
+    before = dict(vars(config))
+    assert engine_config(config).bias_activation_fusion == fused
+    assert not engine_config(config).add_bias_linear
+    assert vars(config) == before  # dense layers keep their biases and their fusion
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("kind", [GELU, RELU], ids=["gelu", "relu"])
+def test_the_engine_s_experts_compute_what_ours_do(kind):
+    fuses = kind["activation_func"] is F.gelu
+    config = switch_config(
+        ALONE, transformer_impl="transformer_engine", bias_activation_fusion=fuses, **kind
+    )
+    theirs = build(config).double()
+    ours = GroupedExperts(E // 2, switch_config(ALONE, **kind), pg_collection=groups(ep=(1, 2)))
+    for experts in (ours, theirs):
+        experts.reset_parameters(seed=5, layer_number=1, init_scale=0.1)
+    counts = COUNTS[: E // 2]
+    rows_RD = torch.randn(int(counts.sum()), D, dtype=torch.float64)
+    gate_R = torch.rand(len(rows_RD), dtype=torch.float64)
+    torch.testing.assert_close(
+        theirs(rows_RD, counts, gate_R)[0], ours(rows_RD, counts, gate_R)[0], rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.usefixtures("transformer_engine")

@@ -22,6 +22,7 @@ from torch import nn
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.errors import ConfigError
+from megatron_switch.moe import router as router_module
 from megatron_switch.moe.micro_batch_state import set_loss_tokens, set_step_key
 from megatron_switch.moe.router import SwitchRouter
 from megatron_switch.testing.ranks import run_ranks
@@ -156,6 +157,32 @@ def _check_forced_balance(rank):
         assert torch.bincount(choices[0], minlength=E).min() > 0.9 * 4096 / E
         routed.routing.gate_T.sum().backward()
         assert router.weight.grad.any()
+
+
+@pytest.mark.parametrize("jitter", [None, 0.01])
+def test_the_product_of_the_router_has_factors_of_one_type(jitter):
+    run_ranks(_check_factors, 1, jitter)
+
+
+def _check_factors(rank, jitter):
+    groups = start_groups(Layout(1))
+    case = Case({}, {"moe_input_jitter_eps": jitter, "params_dtype": torch.bfloat16})
+    router = build_layer(case, Layout(1), groups).router.bfloat16()
+    set_step_key(1)
+    seen = []
+
+    def product(x_TD, weight_ED, bias, dtype):
+        seen.append((x_TD.dtype, weight_ED.dtype, dtype))
+        return torch.nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(router_module, "router_gating_linear", product)
+        x_BSD = hidden_SBD().bfloat16().transpose(0, 1).contiguous().requires_grad_()
+        routed, _ = router(x_BSD)
+        routed.routing.gate_T.sum().backward()
+    factor = torch.float32 if jitter else torch.bfloat16  # jitter multiplies in float32
+    assert seen == [(factor, factor, torch.float32)]
+    assert router.weight.grad.dtype == torch.bfloat16
 
 
 def test_megatrons_router_trace_sees_every_token(tmp_path):

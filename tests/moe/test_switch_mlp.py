@@ -363,11 +363,6 @@ def _check_refusals(rank):
         match=r"repeat the noise .* --switch-expert-dropout 0\.1.*--cuda-graph-impl local",
     ):
         builder(config=config, pg_collection=groups)
-    per_token = Case(config={"calculate_per_token_loss": True}).transformer(Layout(1))
-    per_token.cuda_graph_impl = "local"
-    quiet = switch_mlp_spec(SwitchConfig(dispatch="padded"), seed=1)
-    with pytest.raises(ConfigError, match=r"by the tokens of one\. .*--cuda-graph-impl local"):
-        quiet(config=per_token, pg_collection=groups)
     layer = build_layer(Case(), Layout(1), groups)
     layer.attn_tp_group = SimpleNamespace(size=lambda: 2)
     with pytest.raises(ConfigError, match=r"size 2 every tensor rank .* Add --sequence-parallel"):

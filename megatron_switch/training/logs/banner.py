@@ -16,6 +16,7 @@ from megatron_switch.architecture.parameters import (
 from megatron_switch.config import SwitchConfig
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.rank_table import start_up_text
+from megatron_switch.moe.experts import engine_has
 from megatron_switch.utils.units import count_text
 
 
@@ -46,7 +47,7 @@ def banner(
     if has_experts:
         parts.append(_semantics(args, switch))
     parts.append(_precision(args, has_experts=has_experts))
-    parts.append(_device(args, device))
+    parts.append(_device(args, switch, device))
     if set_here:
         parts.append(f"set to suit {' '.join(set_here)}")
     parts.append(f"log         {log_text}")
@@ -130,10 +131,12 @@ def _precision(args: Namespace, *, has_experts: bool) -> str:
     return f"precision   {parts}{router}, gradients summed in {gradients}"
 
 
-def _device(args: Namespace, device: str) -> str:
+def _device(args: Namespace, switch: SwitchConfig, device: str) -> str:
     ranks = "1 rank" if args.world_size == 1 else f"{args.world_size} ranks"
     local = args.transformer_impl == "local"
     modules = "plain torch (no Transformer Engine)" if local else "Transformer Engine"
+    if args.num_experts and not local and not engine_has(args.transformer_impl, switch):
+        modules += ", experts of plain torch (--switch-expert-dropout)"
     return f"device      {device}, {ranks}, modules of {modules}"
 
 

@@ -55,6 +55,11 @@ def check_before_megatron(
         notes += _check_nonfinite(args, switch)
         check_megatron_flags(args)
         check_buffer_memory(args, switch, device)
+        if args.transformer_impl == "transformer_engine" and switch.expert_dropout:
+            notes.append(
+                f"--switch-expert-dropout {switch.expert_dropout}: Transformer Engine's experts "
+                "have no dropout, so the experts are plain torch's, which is slower."
+            )
         if switch.drop_order == "probability" and not _never_drops(args, switch):
             notes.append(
                 "--switch-drop-order probability: a later token can take the slot of an earlier "

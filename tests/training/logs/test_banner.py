@@ -123,3 +123,32 @@ def test_the_table_counts_nodes_by_ranks_of_this_host(text_of, sparse_line):
     rows = [row.split() for row in text.splitlines() if row.strip()[:1].isdigit()]
     assert [row[1] for row in rows[:4]] == ["0", "0", "1", "1"]
     assert "4 experts over EP 4, 1 on a rank" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "modules"),
+    [
+        ("", "modules of Transformer Engine"),
+        (
+            "--switch-expert-dropout 0.1",
+            "modules of Transformer Engine, experts of plain torch (--switch-expert-dropout)",
+        ),
+        ("--switch-expert-dropout 0.1 --transformer-impl local",
+         "modules of plain torch (no Transformer Engine)"),
+    ],
+)  # fmt: skip
+def test_whose_modules_compute_is_shown(sparse_line, flags, modules):
+    args = sparse_line(flags).args
+    args.world_size, args.padded_vocab_size = 4, 1024
+    switch = SwitchConfig.from_args(args)
+    args.moe_layer_freq = [0, 1, 0, 1]
+    text = banner(
+        args,
+        switch,
+        check_layout(args, switch),
+        device="cuda",
+        ranks_per_node=8,
+        set_here=(),
+        log_text="log",
+    )
+    assert line_of(text, "device") == f"cuda, 4 ranks, {modules}"

@@ -246,6 +246,15 @@ def test_data_that_would_be_read_otherwise_are_refused(sparse_line, flags, messa
         notes(sparse_line(flags))
 
 
+def test_expert_dropout_names_whose_experts_compute(sparse_line):
+    (note,) = notes(sparse_line("--switch-expert-dropout 0.4"))
+    assert note == (
+        "--switch-expert-dropout 0.4: Transformer Engine's experts have no dropout, so the experts "
+        "are plain torch's, which is slower."
+    )
+    assert notes(sparse_line("--switch-expert-dropout 0.4 --transformer-impl local")) == ()
+
+
 def test_a_captured_iteration_cannot_be_looked_into(sparse_line):
     flags = "--cuda-graph-impl full_iteration"
     (note,) = notes(sparse_line(flags))
