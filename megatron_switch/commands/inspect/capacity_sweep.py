@@ -25,7 +25,11 @@ from torch import Tensor
 
 from megatron_switch.architecture.model import Architecture
 from megatron_switch.commands.inspect.evaluation import Evaluation, evaluated
-from megatron_switch.commands.inspect.evaluation_data import evaluation_batches
+from megatron_switch.commands.inspect.evaluation_data import (
+    EvaluationBatches,
+    evaluation_batches,
+    fewer_text,
+)
 from megatron_switch.errors import ConfigError
 from megatron_switch.moe.capacity import expert_capacity
 from megatron_switch.moe.router import SwitchRouter
@@ -71,14 +75,16 @@ def sweep_capacity(own: Namespace) -> None:
         for note in model.notes:
             console.say(note)
         batches = evaluation_batches(model, own)
+        if batches.sequences < own.samples:
+            console.say(fewer_text(batches, own.samples))
         rows = sweep(model, factors, batches)
     if rank == 0:
-        facts = {"checkpoint": str(model.checkpoint.folder), "sequences": own.samples}
+        facts = {"checkpoint": str(model.checkpoint.folder), "sequences": batches.sequences}
         _print(rows, facts, model, Screen(file=screen), as_json=own.json)
 
 
 def sweep(
-    model: TrainedModel, factors: Sequence[float], batches: Sequence[dict[str, Tensor]]
+    model: TrainedModel, factors: Sequence[float], batches: EvaluationBatches
 ) -> list[SweepRow]:
     """Evaluate a model at several capacity factors.
 
@@ -100,7 +106,7 @@ def sweep(
             for router in routers:
                 router.switch = replace(router.switch, capacity=None, eval_capacity_factor=factor)
             found = evaluated(model, batches, advance)
-            slots = routers[0].capacity_of(*_shape_on_this_rank(model, batches[0]))
+            slots = routers[0].capacity_of(*_shape_on_this_rank(model, next(iter(batches))))
             rows.append(_row(factor, slots, found))
     return rows
 

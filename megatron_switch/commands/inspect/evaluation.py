@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,12 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_switch.architecture.model import Architecture
-from megatron_switch.commands.inspect.evaluation_data import Split, evaluation_batches
+from megatron_switch.commands.inspect.evaluation_data import (
+    EvaluationBatches,
+    Split,
+    evaluation_batches,
+    fewer_text,
+)
 from megatron_switch.data.padding import PADDING_MASK
 from megatron_switch.moe.metrics.routing_counts import RoutingReport
 from megatron_switch.moe.metrics.tracker import SwitchMetricsTracker
@@ -74,10 +79,12 @@ def evaluate_checkpoint(own: Namespace) -> None:
         for note in model.notes:
             console.say(note)
         batches = evaluation_batches(model, own, split)
+        if batches.sequences < own.samples:
+            console.say(fewer_text(batches, own.samples))
         with steps_progress("evaluating", len(batches), shown=dist.get_rank() == 0) as advance:
             found = evaluated(model, batches, advance)
     if rank == 0:
-        record = evaluation_record(model, found, split=split, sequences=own.samples)
+        record = evaluation_record(model, found, split=split, sequences=batches.sequences)
         if own.json:
             print(json.dumps(record, allow_nan=False), file=screen)
         else:
@@ -85,7 +92,7 @@ def evaluate_checkpoint(own: Namespace) -> None:
 
 
 def evaluated(
-    model: TrainedModel, batches: Sequence[dict[str, Tensor]], advance: Callable[[], None]
+    model: TrainedModel, batches: EvaluationBatches, advance: Callable[[], None]
 ) -> Evaluation:
     """Return the mean loss over the real tokens of all data-parallel ranks, and their routing.
 

@@ -6,17 +6,19 @@ sequences are read in Megatron's order, each data-parallel rank a part of every 
 Shape letters: B sequences, S positions.
 """
 
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import MockGPTDataset
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
-from megatron_switch.data.padding import PADDING_MASK, filled_up
+from megatron_switch.data.padding import filled_up, without_tokens
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.training.inference.trained_model import TrainedModel
 from megatron_switch.training.loop.datasets import build_datasets
@@ -26,10 +28,42 @@ Split = Literal["validation", "test"]
 _SPLITS = ("train", "validation", "test")
 
 
+class EvaluationBatches:
+    """One data-parallel rank's micro-batches, made when they are asked for, in the same order.
+
+    Args:
+        dataset: Samples of one split.
+        sequences: How many of them are read, on all ranks together.
+        size: Sequences of a micro-batch.
+        place: This rank among its replicas.
+        replicas: Data-parallel ranks; each has as many micro-batches.
+    """
+
+    def __init__(
+        self, dataset: Any, sequences: int, *, size: int, place: int, replicas: int
+    ) -> None:
+        self.sequences = sequences
+        self._dataset = dataset
+        self._size, self._place, self._replicas = size, place, replicas
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of a rank."""
+        return -(-self.sequences // (self._size * self._replicas))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield every ``replicas``-th micro-batch; where samples run out, one of nothing."""
+        samples, size = range(self.sequences), self._size
+        for start in range(0, self.sequences, size * self._replicas):
+            first = start + self._place * size
+            mine = samples[first : first + size]
+            batch = default_collate([self._dataset[index] for index in mine or samples[:1]])
+            yield filled_up(batch if mine else without_tokens(batch), size)
+
+
 def evaluation_batches(
     model: TrainedModel, own: Namespace, split: Split = "validation"
-) -> list[dict[str, Tensor]]:
-    """Return this data-parallel rank's micro-batches of a split.
+) -> EvaluationBatches:
+    """Return this data-parallel rank's micro-batches of a split; no sequence comes twice.
 
     Args:
         model: The model; its checkpoint names the data.
@@ -49,11 +83,37 @@ def evaluation_batches(
     size = size or args.micro_batch_size
     if not args.mock_data:
         check_token_files(args, vocab_size=model.tokenizer.vocab_size, read=[split])
-    place, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    dataset = _dataset(model, args, split, 1)
+    sequences = min(own.samples, _in_one_pass(dataset, model.context_length))
+    if sequences > 1:
+        dataset = _dataset(model, args, split, sequences)
+    return EvaluationBatches(
+        dataset,
+        sequences,
+        size=size,
+        place=mpu.get_data_parallel_rank(),
+        replicas=mpu.get_data_parallel_world_size(),
+    )
+
+
+def fewer_text(batches: EvaluationBatches, asked: int) -> str:
+    """Return a note that the data have fewer sequences than were asked for."""
+    return (
+        f"The data have {batches.sequences:,} sequences, and each is read once "
+        f"(--samples {asked} asks for more)."
+    )
+
+
+def _dataset(model: TrainedModel, args: Namespace, split: Split, samples: int) -> Any:
+    """Return the data set of a split, with at least a number of samples.
+
+    Raises:
+        DataError: The split is empty.
+    """
     datasets = build_datasets(
         args,
         model.tokenizer.built,
-        [own.samples if name == split else 0 for name in _SPLITS],
+        [samples if name == split else 0 for name in _SPLITS],
         lambda: True,
         sequence_length=model.context_length,
         extra_token=True,
@@ -65,24 +125,17 @@ def evaluation_batches(
             f"There is no {split} data: --split is {args.split}. Give a split with some "
             f"(--split {weights} takes all), or other data with --data-path."
         )
-    if isinstance(dataset, list):
-        dataset = dataset[0]
-    samples = range(own.samples)
-    return list(_cut(dataset, samples, size=size, place=place, replicas=replicas))
+    return dataset[0] if isinstance(dataset, list) else dataset
 
 
-def _cut(
-    dataset: Any, samples: range, *, size: int, place: int, replicas: int
-) -> Iterator[dict[str, Tensor]]:
-    """Yield every ``replicas``-th micro-batch; where samples run out, one of nothing."""
-    step = size * replicas
-    for start in range(0, len(samples), step):
-        mine = samples[start + place * size : start + (place + 1) * size]
-        batch = default_collate([dataset[index] for index in mine or samples[:1]])
-        if not mine:
-            batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-            batch[PADDING_MASK] = torch.ones_like(batch[PADDING_MASK])
-        yield filled_up(batch, size)
+def _in_one_pass(dataset: Any, length: int) -> float:
+    """Return how many sequences one pass over a split holds; no limit where it has no files."""
+    if isinstance(dataset, BlendedDataset):
+        return sum(_in_one_pass(part, length) for part in dataset.datasets)
+    if isinstance(dataset, MockGPTDataset):
+        return math.inf
+    tokens = int(dataset.dataset.sequence_lengths[dataset.indices].sum())
+    return max(1, (tokens - 1) // length)  # the last token is a label only
 
 
 def _data_arguments(model: TrainedModel, own: Namespace) -> Namespace:

@@ -63,6 +63,16 @@ def test_the_test_data_are_read_where_they_are_asked_for(run):
 
 
 @pytest.mark.slow
+def test_no_sequence_is_read_twice(run):
+    outcome = evaluated(run, "--json", "--samples", "1000")
+    record = json.loads(outcome.screen)
+    assert record["sequences"] == (40 * 20 - 1) // 16  # 40 documents of 20 tokens
+    assert "The data have 49 sequences, and each is read once (--samples 1000" in outcome.errors
+    again = json.loads(evaluated(run, "--json", "--samples", "49").screen)
+    assert again == record
+
+
+@pytest.mark.slow
 def test_a_dense_model_has_a_loss_only(data, tmp_path):
     trained(f"{TINY} {data} --switch-run-dir {tmp_path / 'dense'}")
     outcome = evaluated(tmp_path / "dense", "--json", "--samples", "2")
