@@ -7,7 +7,7 @@ compares it with Megatron's real parser, so that a flag which a newer Megatron b
 ignored silently.
 
 All other flags of Megatron are honoured. They have a row if their range is checked, or where a
-checkpoint's value matters.
+checkpoint's value matters more, or less, than that of a field of ``TransformerConfig``.
 """
 
 from typing import Any
@@ -285,6 +285,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
         "add_qkv_bias untie_embeddings_and_output_weights",
         on_resume="model",
     ),
+    **_each("add_position_embedding", on_resume="model", shown="--no-position-embedding"),
     **_each("rotary_base", range=POSITIVE, on_resume="model"),
     **_each("rotary_percent", range=SHARE, on_resume="model"),
     **_each(
@@ -294,13 +295,14 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     ),
     **_each("layernorm_zero_centered_gamma", on_resume="model", shown="--apply-layernorm-1p"),
     **_each("hidden_dropout attention_dropout", range=BELOW_ONE),
+    # Of two, the activation and the groups that follow from them are compared.
+    **_each("group_query_attention openai_gelu quick_geglu bf16 fp16", stored=True),
     **_each(
-        "group_query_attention add_position_embedding openai_gelu quick_geglu bf16 fp16 "
-        "rope_type rope_scaling_factor use_rope_scaling rotary_scaling_factor "
-        "rotary_seq_len_interpolation_factor yarn_beta_fast yarn_beta_slow "
+        "rope_type rope_scaling_factor use_rope_scaling "
+        "rotary_scaling_factor rotary_seq_len_interpolation_factor yarn_beta_fast yarn_beta_slow "
         "yarn_correction_range_round_to_int yarn_original_max_position_embeddings mscale "
         "mscale_all_dim q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
-        stored=True,
+        on_resume="model",
     ),
     # Data
     **_each("seed", range=COUNT_OR_ZERO, identity=True),
@@ -330,6 +332,15 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     **_each("adam_beta1 adam_beta2", range=BELOW_ONE, on_resume="optimizer"),
     **_each("adam_eps", range=POSITIVE, on_resume="optimizer"),
     **_each("init_method_std", range=NOT_NEGATIVE, stored=False),
+    **_each("embedding_init_method_std", stored=False),
+    # How a model is trained or in which precision it computes: taken from a checkpoint that is
+    # opened, and free to change where training continues.
+    **_each(
+        "apply_query_key_layer_scaling attention_softmax_in_fp32 dsa_indexer_k_norm_fp32 "
+        "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss fp32_residual_connection "
+        "mamba_training_ssm_states_dtype mtp_loss_scaling_factor num_layers_at_end_in_bf16 "
+        "num_layers_at_start_in_bf16 qk_clip qk_clip_alpha qk_clip_threshold"
+    ),
     **_each("recompute_num_layers", range=COUNT, stored=False),
     **_each(
         "activation_offload_fraction calculate_per_token_loss delay_offload_until_cuda_graph "
@@ -359,7 +370,12 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
         "use_te_activation_func use_transformer_engine_op_fuser cuda_graph_impl "
         "cuda_graph_modules cuda_graph_warmup_steps fp4_quantizer_factory fp4_recipe "
         "fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin fp8_output_proj "
-        "fp8_quantizer_factory fp8_recipe fp8_wgrad",
+        "fp8_quantizer_factory fp8_recipe fp8_wgrad batch_invariant_mode "
+        "clone_scatter_output_in_embedding delta_offload_bytes_across_pp_ranks "
+        "disable_bf16_reduced_precision_matmul dsa_kernel_backend "
+        "fine_grained_offloading_max_inflight_offloads flash_decode high_priority_a2a_comm_stream "
+        "min_offloaded_tensor_size mlp_chunks_for_prefill mlp_chunks_for_training "
+        "nccl_all_reduce_for_prefill use_mamba_mem_eff_path",
         stored=False,
     ),
     **_each("fp4", stored=False, shown="--fp4-format"),
@@ -372,4 +388,5 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
         stored=False,
     ),
 }
-"""Rows by attribute of Megatron's namespace; a flag without one may change on resume."""
+"""Rows by attribute of Megatron's namespace. What has none may change on resume, unless Megatron's
+``TransformerConfig`` has it: then another value is another model."""

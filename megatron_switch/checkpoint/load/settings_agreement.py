@@ -5,7 +5,7 @@ load. Other differences fail later with a shape or an assertion, or silently cha
 computes. Here every difference that matters is an error that lists flag, stored value and current
 value:
 
-* another model: sizes, experts, normalisation, positions, vocabulary;
+* another model: everything that decides which function Megatron's layers compute;
 * other Switch semantics: capacity, drop order, losses, jitter, unless overridden;
 * another learning rate schedule, unless a flag says which of the two to take;
 * optimizer state that this run's optimizer cannot read in this layout.
@@ -19,7 +19,7 @@ argument namespace *after* ``validate_args`` has filled in what follows from oth
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +49,18 @@ class Difference:
 
 
 def check_resume(
-    common_state: Mapping[str, Any], args: Namespace, *, is_release: bool = False
+    common_state: Mapping[str, Any],
+    args: Namespace,
+    *,
+    model: Collection[str],
+    is_release: bool = False,
 ) -> tuple[str, ...]:
     """Raise unless a run with ``args`` can continue from a checkpoint.
 
     Args:
         common_state: What ``read_common_state`` returned.
         args: Megatron's validated arguments of this run, ``--switch-*`` ones included.
+        model: Attributes of the arguments whose other value is another model.
         is_release: The checkpoint holds weights only; nothing but the model is compared.
 
     Returns:
@@ -70,7 +75,7 @@ def check_resume(
             "The checkpoint stores no arguments, so its model, schedule and Switch settings "
             "could not be compared with this run's.",
         )
-    check_model(stored, args)
+    check_model(stored, args, model)
     messages = [
         *_not_saved(stored, args, is_release=is_release),
         *check_switch_settings(stored, args, is_untrained=bool(common_state.get(UNTRAINED))),
@@ -89,8 +94,13 @@ def check_resume(
     return tuple(messages)
 
 
-def check_model(stored: Namespace, args: Namespace) -> None:
+def check_model(stored: Namespace, args: Namespace, model: Collection[str]) -> None:
     """Raise when the stored arguments describe another model than the current ones.
+
+    Args:
+        stored: Arguments of the checkpoint.
+        args: Arguments of this run.
+        model: Attributes of which another value is another model.
 
     Raises:
         CheckpointError: With one line for each setting that differs.
@@ -113,7 +123,9 @@ def check_model(stored: Namespace, args: Namespace) -> None:
         apart.add("max_position_embeddings")
     if _of(args, "padded_vocab_size") is None:  # before the tokenizer is built
         apart.add("padded_vocab_size")
-    names = [name for name in flags_with("model") if name not in apart]
+    if not _of(args, "use_rope_scaling"):
+        apart.add("rope_scaling_factor")
+    names = sorted(set(model) - apart)
     differences = _differences(names, stored, args) + [
         Difference(shown_flag(name), old, new) for name, (old, new) in derived.items() if old != new
     ]

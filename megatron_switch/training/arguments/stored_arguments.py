@@ -25,6 +25,7 @@ from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.config import switch_traits
 from megatron_switch.data.tokenizer import FLAGS
 from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.flags.known_flags import KNOWN_FLAGS, flags_with
 from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS
 from megatron_switch.flags.recipes import RECIPES
 from megatron_switch.flags.train_flags import destination
@@ -46,6 +47,17 @@ def model_attributes() -> frozenset[str]:
     megatron = set(filter(is_taken, transformer | MEGATRON_FLAGS.keys()))
     switch = {name for name, each in switch_traits().items() if each.on_resume != "free"}
     return frozenset(megatron | switch)
+
+
+def compared_attributes() -> frozenset[str]:
+    """Return the attributes whose other value is another model when training continues.
+
+    All that decide which function a model computes, unless they have a row of their own in
+    :data:`megatron_switch.flags.megatron_flags.MEGATRON_FLAGS`, which then decides.
+    """
+    return frozenset(name for name in model_attributes() if name not in KNOWN_FLAGS) | frozenset(
+        flags_with("model")
+    )
 
 
 def tokenizer_attributes() -> frozenset[str]:

@@ -55,7 +55,10 @@ from megatron_switch.flags.traits import Condition
 from megatron_switch.layout.grid import Layout
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine, parse_command_line
-from megatron_switch.training.arguments.stored_arguments import with_stored_model
+from megatron_switch.training.arguments.stored_arguments import (
+    compared_attributes,
+    with_stored_model,
+)
 from megatron_switch.training.loop.global_state import process_groups, validate
 from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 from megatron_switch.training.preflight.device import choose_device, look_around
@@ -193,7 +196,7 @@ class _Opening:
             stored=getattr(stored, "padded_vocab_size", None),
         )
         if stored is not None:
-            check_model(stored, args)
+            check_model(stored, args, compared_attributes())
         return layout
 
     def model(self) -> TrainedModel:

@@ -28,6 +28,7 @@ from megatron_switch.checkpoint.load.files import (
     write_tracker,
 )
 from megatron_switch.checkpoint.load.settings_agreement import check_resume
+from megatron_switch.training.arguments.stored_arguments import compared_attributes
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
         tensor_parallel_size=args.tensor_model_parallel_size,
         stored=getattr(state.get("args"), "padded_vocab_size", None),
     )
-    notes = check_resume(state, args, is_release=found.is_release)
+    notes = check_resume(state, args, model=compared_attributes(), is_release=found.is_release)
     if found.message is not None and args.rank == 0 and not args.fake_process_group:
         # Megatron reads the tracker first, and ends with exit code 0 where it is empty.
         write_tracker(Path(args.load), found)

@@ -81,7 +81,7 @@ def test_a_release_is_loaded_as_one(folder):
 
 def test_the_rows_of_the_embedding_are_the_checkpoints(folder, monkeypatch):
     save(folder, 3, Namespace(padded_vocab_size=128))
-    monkeypatch.setattr(resume, "check_resume", lambda state, args, *, is_release: ("compared",))
+    monkeypatch.setattr(resume, "check_resume", lambda state, args, **_: ("compared",))
     args = arguments(folder)
     assert find_what_to_load(args) == ("compared",)
     assert args.padded_vocab_size == 128
