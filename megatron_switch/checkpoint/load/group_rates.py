@@ -36,7 +36,7 @@ def take_rates(
         return
     for stored in stored_groups:
         if (group := by_kind.get(kind(stored))) is not None:
+            stored.update({name: group[name] for name in RATES if name in group})
             for name in RATES:
-                stored.pop(name, None)
-                if name in group:
-                    stored[name] = group[name]
+                if name not in group:
+                    stored.pop(name, None)

@@ -155,21 +155,6 @@ def test_another_model_is_an_error_that_names_both_values(name, value, line):
     assert line in str(error.value)
 
 
-# The activation of a T5 has a test of its own.
-@pytest.mark.parametrize("name", sorted(compared_attributes() - {"switch_activation"}))
-def test_every_attribute_of_the_model_is_compared(name):
-    stored = arguments(**{"use_rope_scaling": True, name: getattr(arguments(), name, 1)})
-    if name in {"max_position_embeddings", "add_position_embedding"}:
-        stored.position_embedding_type = "learned_absolute"
-    changed = Namespace(**{**vars(stored), name: "another"})
-    if name in {"moe_layer_freq", "num_layers", "num_query_groups"}:
-        setattr(changed, name, 2 if name == "num_layers" else 1)
-        changed.group_query_attention = stored.group_query_attention = True
-        stored.num_query_groups = 4
-    with pytest.raises(CheckpointError, match="of another model"):
-        check_model(stored, changed)
-
-
 def test_the_factor_of_rope_scaling_counts_only_with_it():
     check_model(arguments(rope_scaling_factor=8.0), arguments(rope_scaling_factor=32.0))
     scaled = {"use_rope_scaling": True}

@@ -12,11 +12,14 @@ from megatron.training.argument_utils import (
     gpt_config_from_args,
 )
 
+from megatron_switch.checkpoint.load.settings_agreement import check_model
 from megatron_switch.errors import CheckpointError, ConfigError
+from megatron_switch.flags.known_flags import KNOWN_FLAGS
 from megatron_switch.testing.checkpoints import save_checkpoint
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.arguments.stored_arguments import (
+    compared_attributes,
     model_attributes,
     tokenizer_attributes,
     with_checkpoint_args,
@@ -132,6 +135,31 @@ def test_settings_of_the_model_are_taken(name):
 )
 def test_how_it_was_trained_is_not_taken(name):
     assert name not in model_attributes()
+
+
+# Compared in the form of what follows from them (layers, groups, the activation of a T5), or only
+# where something else is on; tests/checkpoint/load/test_settings_agreement.py.
+DERIVED = {
+    *("num_experts", "num_layers", "moe_layer_freq", "num_query_groups", "switch_activation"),
+    *("max_position_embeddings", "rope_scaling_factor"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(compared_attributes() - DERIVED))
+def test_another_value_is_another_model(sparse_line, name):
+    stored = sparse_line().args
+    stored.padded_vocab_size = 1024
+    if not hasattr(stored, name):
+        setattr(stored, name, 1)
+    changed = Namespace(**{**vars(stored), name: "another"})
+    with pytest.raises(CheckpointError, match="of another model"):
+        check_model(stored, changed, compared_attributes())
+
+
+def test_every_setting_of_megatrons_layers_is_compared_or_has_a_row():
+    assert compared_attributes() | KNOWN_FLAGS.keys() >= TRANSFORMER - PARALLEL
+    for name in ("layernorm_epsilon", "window_size", "use_rope_scaling", "softmax_type"):
+        assert name in compared_attributes()
 
 
 def test_an_explicit_flag_wins_and_what_was_taken_keeps_defaults_away():
