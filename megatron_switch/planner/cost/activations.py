@@ -19,10 +19,11 @@ times ETP.
 
 What a layer needs beyond is largest in the backward pass of its experts: the hidden activation,
 its gradient and that of its input, float32 copies of the first two for the gradient of the gates,
-and the gradient of one weight matrix.
+and the gradient of one weight matrix. A CPU computes one expert after another, so there the hidden
+tensors are those of one expert, and the gradients of all its matrices are there at the end.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_switch.architecture.layer_pattern import Stack
@@ -31,9 +32,6 @@ from megatron_switch.architecture.parameters import even_stages
 from megatron_switch.layout.grid import Layout
 from megatron_switch.layout.workload import Slots, Training
 from megatron_switch.planner.cost.drop_rate import balanced_drop_rate
-
-_HIDDEN_BYTES = 20
-"""Bytes for each hidden element of an expert's rows at the peak of its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,13 @@ class LayerBytes:
             working = rows * (2 * size + (1 + halves) * hidden) * width
         else:
             extra = 2 * halves * width if model.gated_linear_unit else 0
-            working = rows * hidden * (_HIDDEN_BYTES + extra) + rows * size * width + matrix
+            wide = 3 * width + (8 if width < 4 else 0)
+            matrices, block = 1, rows
+            if training.device == "cpu":  # one expert after another, each with its gradients
+                most = rows_of_experts(model, layout, replace(training, dispatch="padded"))
+                block = min(rows, -(-most * layout.ep // model.num_experts))
+                matrices = halves + 1
+            working = block * hidden * (wide + extra) + rows * size * width + matrices * matrix
         self.sparse_buffer = max(self.dense_buffer, working + self.stream)
         self.sparse, self.routing = attention + self._norm + in_rows + mask, routing
         if training.recomputes("moe"):
@@ -233,6 +237,8 @@ class LayerBytes:
         self.vocabulary_gradient = rows * model.hidden_size * width
         forward = scores * (4 if width == 4 else 4 + width)
         backward = scores * width + self.vocabulary_gradient + self.stream
+        if layout.tp > 1 and training.sequence_parallel:  # gathered input, and its gradient
+            backward += 2 * self._whole * model.hidden_size * width
         self.logits = self._norm + max(forward, backward)
         mask = 0
         if training.hidden_dropout:
