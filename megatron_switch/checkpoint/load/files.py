@@ -12,6 +12,7 @@ changes a file; :func:`write_tracker` makes a tracker name what was found, so th
 and Megatron's own loader agree.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from megatron_switch.utils.atomic_file import renamed_into_place
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # weights without an iteration: converted, or published
 CHECKPOINTS = "checkpoints"  # the folder of them in that of a run
+_TRACKER_BYTES = 4096
+_MOST_DIGITS = 12  # of an iteration
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,24 @@ def has_checkpoint(folder: Path) -> bool:
     the two cases in which a job that always passes ``--load`` starts from new weights.
     """
     return (folder / TRACKER).exists() or bool(_iterations(folder)) or _foreign(folder) is not None
+
+
+def interrupted_first_save(folder: Path) -> list[str]:
+    """Return the incomplete iterations of a folder in which no save was ever completed.
+
+    Empty where a save was: Megatron writes the tracker at the end of each.
+    """
+    if (folder / TRACKER).exists() or _foreign(folder) is not None:
+        return []
+    names = _iterations(folder)
+    return [] if any(find_defect(folder / name) is None for name in names) else names
+
+
+def set_aside(folder: Path, names: Iterable[str]) -> None:
+    """Rename incomplete iterations, so that they are in no one's way: one rank calls this."""
+    for name in names:
+        taken = len(list(folder.glob(f"{name}.incomplete*")))
+        (folder / name).rename(folder / f"{name}.incomplete{taken or ''}")
 
 
 def checkpoint_folder(folder: Path) -> Path:
@@ -149,13 +170,15 @@ def _required(folder: Path, iteration: int, flag: str) -> FoundCheckpoint:
 
 def _read_tracker(path: Path) -> tuple[str | None, str]:
     """Return the folder that a tracker names, or None and what is wrong with it."""
-    try:
-        content = path.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    if not path.exists():
         return None, f"{path} is missing."
+    if not path.is_file():  # opening a pipe would wait for its writer
+        return None, f"{path} is not a file."
+    with path.open(encoding="utf-8", errors="replace") as file:
+        content = file.read(_TRACKER_BYTES).strip()
     if content == RELEASE:
         return RELEASE, ""
-    if content.isdecimal():
+    if content.isdecimal() and len(content) <= _MOST_DIGITS:
         return f"iter_{int(content):07d}", ""
     if not content:
         return None, f"{path} is empty."

@@ -29,7 +29,11 @@ import torch
 from filelock import FileLock, Timeout
 
 from megatron_switch import __version__
-from megatron_switch.checkpoint.load.files import CHECKPOINTS, has_checkpoint
+from megatron_switch.checkpoint.load.files import (
+    CHECKPOINTS,
+    has_checkpoint,
+    interrupted_first_save,
+)
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.known_flags import KNOWN_FLAGS
 from megatron_switch.utils.atomic_file import renamed_into_place
@@ -94,7 +98,8 @@ class RunFolder:
         for name, place in places.items():
             if name not in explicit:
                 setattr(args, name, place)
-        if args.load == args.save or not has_checkpoint(Path(args.save)):
+        saved = Path(args.save)
+        if args.load == args.save or not has_checkpoint(saved) or interrupted_first_save(saved):
             return ()
         started_from = args.load
         args.load = args.save
@@ -157,6 +162,8 @@ class RunFolder:
     def describe(self, args: Namespace, argv: list[str], device: str) -> None:
         """Write ``run.json`` and ``resume.sh``."""
         command = os.environ.get(COMMAND_VARIABLE) or shlex.join(_this_command(argv))
+        if args.load == args.save:  # the tracker names that iteration, or what was saved since
+            command = _without_step(command)
         record = {
             "schema": SCHEMA,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -213,6 +220,18 @@ def _identity(args: Namespace) -> dict[str, Any]:
     return {
         name: _plain(getattr(args, name)) for name, each in KNOWN_FLAGS.items() if each.identity
     }
+
+
+def _without_step(command: str) -> str:
+    """Return a command line without ``--ckpt-step``."""
+    words = iter(shlex.split(command))
+    kept = []
+    for word in words:
+        if word == "--ckpt-step":
+            next(words, None)
+        elif not word.startswith("--ckpt-step="):
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def _this_command(argv: list[str]) -> list[str]:

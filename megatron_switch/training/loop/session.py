@@ -10,6 +10,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ from megatron_switch.training.preflight.launcher import (
     slurm_ranks,
 )
 from megatron_switch.training.preflight.layout import check_layout
-from megatron_switch.training.preflight.resume import find_what_to_load
+from megatron_switch.training.preflight.resume import (
+    find_what_to_load,
+    keep_own_progress,
+    rewind_tracker,
+)
 from megatron_switch.training.preflight.write_targets import (
     check_write_targets,
     explain_full_disk,
@@ -106,6 +111,7 @@ class _Session:
             folder = RunFolder(Path(args.switch_run_dir))
             folder.check_ownership()
             self._notes = folder.apply(args, line.explicit)
+        self._notes += keep_own_progress(args, os.environ)
         hooks.arguments_parsed(args)
         # A rehearsal takes its flags from a run folder too, and then has none.
         self._folder = RunFolder(Path(args.switch_run_dir)) if args.switch_run_dir else None
@@ -136,12 +142,12 @@ class _Session:
             self._notes += find_what_to_load(args)
             model = model_config(args, self._switch)
             hooks.check_memory(args, layout, self._device)
-            self._create_outputs(layout)
+            self._create_outputs()
             self._print_banner(layout, console)
             with process_groups(args, layout), hooks.training(args, self._notes):
                 # Every rank has passed its checks, or the groups would not exist.
                 console.commit_log()
-                self._train(model, console)
+                self._train(model, layout, console)
 
     def _check_outputs(self) -> None:
         """Check, on the first rank, that the run can write what it will write."""
@@ -151,7 +157,7 @@ class _Session:
         if self._folder is not None:
             self._folder.lock()
 
-    def _create_outputs(self, layout: Layout) -> None:
+    def _create_outputs(self) -> None:
         """Create, on the first rank, what the run writes to; nothing can refuse the run now."""
         args = self._args
         if args.rank != 0:
@@ -160,6 +166,18 @@ class _Session:
         if self._folder is None:
             return
         self._folder.lock()
+
+    def _record_start(self, layout: Layout) -> None:
+        """Record this start in the folder of the run: its checkpoint is loaded, it can train.
+
+        Before, a start that fails would leave a ``resume.sh`` that fails as well.
+        """
+        args = self._args
+        if args.rank != 0 or args.fake_process_group:
+            return
+        rewind_tracker(args)
+        if self._folder is None:
+            return
         self._folder.describe(args, self._argv, self._device)
         table = table_as_csv(layout, num_experts=args.num_experts, ranks_per_node=_ranks_per_node())
         self._folder.rank_table.write_text(table, encoding="utf-8")
@@ -188,13 +206,20 @@ class _Session:
         for each in (text, *self._notes):
             console.say(each)
 
-    def _train(self, model: Any, console: Console) -> None:
+    def _train(self, model: Any, layout: Layout, console: Console) -> None:
         args = self._args
+        provider = self._hooks.datasets_provider(args, datasets_provider_of(args))
+
+        @wraps(provider)  # which says by an attribute that it is called on every rank
+        def after_loading(*values: Any, **named: Any) -> Any:
+            self._record_start(layout)
+            return provider(*values, **named)
+
         with loop_monitors(args, self._switch, model, console.say_beside_losses) as monitors:
             try:
                 pretrain(
                     pretrain_cfg_container_from_args(args, model),
-                    self._hooks.datasets_provider(args, datasets_provider_of(args)),
+                    after_loading,
                     ModelType.encoder_or_decoder,
                     monitors.forward_step,
                     process_non_loss_data_func=monitors.evaluation.write,

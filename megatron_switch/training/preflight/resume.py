@@ -14,6 +14,7 @@ Megatron does, with a note.
 """
 
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +26,15 @@ from megatron_switch.checkpoint.load.files import (
     LoadContext,
     find_checkpoint,
     has_checkpoint,
+    interrupted_first_save,
+    set_aside,
     write_tracker,
 )
 from megatron_switch.checkpoint.load.settings_agreement import check_resume
+from megatron_switch.errors import ConfigError
 from megatron_switch.training.arguments.stored_arguments import compared_attributes
+
+_RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,34 @@ class Finished:
     """One line about it."""
     ends_here: bool
     """Whether there is nothing to do."""
+
+
+def keep_own_progress(args: Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Let a restart in the run's own folder continue from what it saved last.
+
+    Args:
+        args: Arguments with the run folder's places filled in; changed in place.
+        environ: Environment variables of the process.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        ConfigError: Every restart would begin again.
+    """
+    if args.load is None or args.load != args.save or not has_checkpoint(Path(args.load)):
+        return ()
+    if args.finetune and not args.skip_train:
+        raise ConfigError(
+            f"--finetune begins again at iteration 0, and with --load and --save in one folder, "
+            f"{args.save}, so would every restart, over the checkpoints of the one before. Give "
+            "another folder to --save or --switch-run-dir, and this one to --load."
+        )
+    restarts = [environ.get(name, "0") for name in _RESTART_COUNTS]
+    if args.ckpt_step is None or not any(each.isdecimal() and int(each) for each in restarts):
+        return ()
+    step, args.ckpt_step = args.ckpt_step, None
+    return (f"--ckpt-step {step} was where this job began; its restart continues from there on.",)
 
 
 def find_finished(args: Namespace) -> Finished | None:
@@ -97,9 +131,13 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
     """
     if args.load is None:
         return ()
-    if args.load == args.save and not has_checkpoint(Path(args.load)):
-        args.load = None
-        return (f"{args.save} holds no checkpoint yet: training starts from new weights.",)
+    if args.load == args.save:
+        folder = Path(args.load)
+        incomplete = interrupted_first_save(folder)
+        if incomplete or not has_checkpoint(folder):
+            args.load = None
+            note = f"{args.save} holds no checkpoint yet: training starts from new weights."
+            return (_without_first_save(folder, incomplete, args) if incomplete else note,)
     context = LoadContext(is_own_folder=args.load == args.save)
     found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, context=context)
     state = read_common_state(found.folder)
@@ -110,7 +148,33 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
         stored=getattr(state.get("args"), "padded_vocab_size", None),
     )
     notes = check_resume(state, args, model=compared_attributes(), is_release=found.is_release)
-    if found.message is not None and args.rank == 0 and not args.fake_process_group:
+    if found.message is not None and _writes(args):
         # Megatron reads the tracker first, and ends with exit code 0 where it is empty.
         write_tracker(Path(args.load), found)
     return (*([found.message] if found.message else []), *notes)
+
+
+def rewind_tracker(args: Namespace) -> None:
+    """Let the tracker of the run's own folder name the iteration that ``--ckpt-step`` loaded.
+
+    A restart that no longer gives the flag then continues from there, or from what was saved since.
+
+    Args:
+        args: Arguments of a run that has loaded its checkpoint.
+    """
+    if args.ckpt_step is not None and args.load == args.save and not args.skip_train:
+        write_tracker(Path(args.load), find_checkpoint(Path(args.load), iteration=args.ckpt_step))
+
+
+def _without_first_save(folder: Path, incomplete: list[str], args: Namespace) -> str:
+    if _writes(args):
+        set_aside(folder, incomplete)
+    return (
+        f"{folder} holds no complete checkpoint: its first save was interrupted. What there is of "
+        f"{', '.join(incomplete)} was renamed to *.incomplete; training starts anew."
+    )
+
+
+def _writes(args: Namespace) -> bool:
+    """Whether this rank changes files for all; none does in a rehearsal."""
+    return bool(args.rank == 0 and not args.fake_process_group)
