@@ -24,6 +24,7 @@ from megatron_switch.utils.atomic_file import renamed_into_place
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # weights without an iteration: converted, or published
 CHECKPOINTS = "checkpoints"  # the folder of them in that of a run
+INCOMPLETE = "incomplete"  # suffix of an iteration that is kept but never loaded
 _TRACKER_BYTES = 4096
 _MOST_DIGITS = 12  # of an iteration
 
@@ -90,10 +91,10 @@ def interrupted_first_save(folder: Path) -> list[str]:
 
 
 def set_aside(folder: Path, names: Iterable[str]) -> None:
-    """Rename incomplete iterations, so that they are in no one's way: one rank calls this."""
+    """Rename iterations, on one rank, so that nothing is saved into what is left of them."""
     for name in names:
-        taken = len(list(folder.glob(f"{name}.incomplete*")))
-        (folder / name).rename(folder / f"{name}.incomplete{taken or ''}")
+        taken = len(list(folder.glob(f"{name}.{INCOMPLETE}*")))
+        (folder / name).rename(folder / f"{name}.{INCOMPLETE}{taken or ''}")
 
 
 def checkpoint_folder(folder: Path) -> Path:

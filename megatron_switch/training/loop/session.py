@@ -44,9 +44,9 @@ from megatron_switch.training.preflight.launcher import (
 )
 from megatron_switch.training.preflight.layout import check_layout
 from megatron_switch.training.preflight.resume import (
+    clear_the_way,
     find_what_to_load,
     keep_own_progress,
-    rewind_tracker,
 )
 from megatron_switch.training.preflight.write_targets import (
     check_write_targets,
@@ -175,7 +175,7 @@ class _Session:
         args = self._args
         if args.rank != 0 or args.fake_process_group:
             return
-        rewind_tracker(args)
+        clear_the_way(args)
         if self._folder is None:
             return
         self._folder.describe(args, self._argv, self._device)

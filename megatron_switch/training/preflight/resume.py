@@ -23,6 +23,7 @@ from megatron.training import get_tokenizer
 from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.load.files import (
+    INCOMPLETE,
     LoadContext,
     find_checkpoint,
     has_checkpoint,
@@ -88,6 +89,8 @@ def find_finished(args: Namespace) -> Finished | None:
     if args.load is None or counts_anew or not has_checkpoint(Path(args.load)):
         return None
     is_own = args.load == args.save
+    if is_own and interrupted_first_save(Path(args.save)):
+        return None
     context = LoadContext(is_own_folder=is_own)
     found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, context=context)
     state = read_common_state(found.folder)
@@ -129,15 +132,21 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
     Raises:
         CheckpointError: Nothing complete is there, or it does not fit this run.
     """
-    if args.load is None:
-        return ()
-    if args.load == args.save:
-        folder = Path(args.load)
-        incomplete = interrupted_first_save(folder)
-        if incomplete or not has_checkpoint(folder):
+    interrupted = _interrupted_first_save(args)
+    first = []
+    if interrupted:
+        first = [
+            f"The first save into {args.save} was interrupted: what there is of "
+            f"{', '.join(interrupted)} is renamed to *.{INCOMPLETE}, and training begins again."
+        ]
+    if args.load is not None and args.load == args.save:
+        if interrupted:
             args.load = None
-            note = f"{args.save} holds no checkpoint yet: training starts from new weights."
-            return (_without_first_save(folder, incomplete, args) if incomplete else note,)
+        elif not has_checkpoint(Path(args.load)):
+            args.load = None
+            first = [f"{args.save} holds no checkpoint yet: training starts from new weights."]
+    if args.load is None:
+        return tuple(first)
     context = LoadContext(is_own_folder=args.load == args.save)
     found = find_checkpoint(Path(args.load), iteration=args.ckpt_step, context=context)
     state = read_common_state(found.folder)
@@ -148,33 +157,29 @@ def find_what_to_load(args: Namespace) -> tuple[str, ...]:
         stored=getattr(state.get("args"), "padded_vocab_size", None),
     )
     notes = check_resume(state, args, model=compared_attributes(), is_release=found.is_release)
-    if found.message is not None and _writes(args):
+    if found.message is not None and args.rank == 0 and not args.fake_process_group:
         # Megatron reads the tracker first, and ends with exit code 0 where it is empty.
         write_tracker(Path(args.load), found)
-    return (*([found.message] if found.message else []), *notes)
+    return (*first, *([found.message] if found.message else []), *notes)
 
 
-def rewind_tracker(args: Namespace) -> None:
-    """Let the tracker of the run's own folder name the iteration that ``--ckpt-step`` loaded.
+def clear_the_way(args: Namespace) -> None:
+    """Prepare, on one rank, the folder of checkpoints for the first save of this start.
 
-    A restart that no longer gives the flag then continues from there, or from what was saved since.
+    Incomplete iterations of a first save that was interrupted are renamed. The tracker of the run's
+    own folder names the iteration that ``--ckpt-step`` loaded, so that a restart, which no longer
+    gives the flag, continues from there or from what was saved since.
 
     Args:
         args: Arguments of a run that has loaded its checkpoint.
     """
+    interrupted = _interrupted_first_save(args)
+    if interrupted:
+        set_aside(Path(args.save), interrupted)
     if args.ckpt_step is not None and args.load == args.save and not args.skip_train:
         write_tracker(Path(args.load), find_checkpoint(Path(args.load), iteration=args.ckpt_step))
 
 
-def _without_first_save(folder: Path, incomplete: list[str], args: Namespace) -> str:
-    if _writes(args):
-        set_aside(folder, incomplete)
-    return (
-        f"{folder} holds no complete checkpoint: its first save was interrupted. What there is of "
-        f"{', '.join(incomplete)} was renamed to *.incomplete; training starts anew."
-    )
-
-
-def _writes(args: Namespace) -> bool:
-    """Whether this rank changes files for all; none does in a rehearsal."""
-    return bool(args.rank == 0 and not args.fake_process_group)
+def _interrupted_first_save(args: Namespace) -> list[str]:
+    """Return the incomplete iterations in the folder that this run saves into."""
+    return [] if args.save is None or args.skip_train else interrupted_first_save(Path(args.save))

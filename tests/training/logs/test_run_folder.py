@@ -204,6 +204,22 @@ def test_resume_runs_the_same_command_and_takes_more_flags(folder, monkeypatch, 
     assert words == ["-m", "megatron_switch", "train", *given, "--exit-interval", "5"]
 
 
+@pytest.mark.parametrize("step", [["--ckpt-step", "10"], ["--ckpt-step=10"]])
+def test_resume_continues_behind_what_ckpt_step_began_with(folder, monkeypatch, tmp_path, step):
+    args = arguments(load="own", save="own")
+    folder.path.mkdir()
+    folder.describe(args, ["--lr", "1e-3", *step, "--seed", "5"], "cpu")
+    _, *words = resume_words(folder, monkeypatch, tmp_path)
+    assert words[3:-2] == ["--lr", "1e-3", "--seed", "5"]
+
+
+def test_resume_begins_where_the_run_began_until_it_has_saved(folder, monkeypatch, tmp_path):
+    folder.path.mkdir()
+    folder.describe(arguments(load="another", save="own"), ["--ckpt-step", "10"], "cpu")
+    _, *words = resume_words(folder, monkeypatch, tmp_path)
+    assert words[3:-2] == ["--ckpt-step", "10"]
+
+
 def test_resume_says_how_to_train_longer_than_was_planned(folder):
     started(folder)
     flags = re.search(r"# To train longer .*: (--.*)", (folder.path / "resume.sh").read_text())[1]

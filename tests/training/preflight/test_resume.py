@@ -8,10 +8,15 @@ import torch
 from support.tiny_run import EXACT, SPARSE, read_records, trained
 
 from megatron_switch.checkpoint.load.files import TRACKER
-from megatron_switch.errors import CheckpointError
+from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.testing.checkpoints import save_checkpoint
 from megatron_switch.training.preflight import resume
-from megatron_switch.training.preflight.resume import find_finished, find_what_to_load
+from megatron_switch.training.preflight.resume import (
+    clear_the_way,
+    find_finished,
+    find_what_to_load,
+    keep_own_progress,
+)
 
 LAST = 4  # of the smallest run
 
@@ -36,6 +41,8 @@ def arguments(folder, **changes):
         "make_vocab_size_divisible_by": 128,
         "tensor_model_parallel_size": 1,
         "fake_process_group": False,
+        "skip_train": False,
+        "finetune": False,
     }
     return Namespace(**{**values, **changes})
 
@@ -102,18 +109,87 @@ def test_a_first_start_may_load_from_where_it_saves(folder, exists):
         find_what_to_load(arguments(folder, save="elsewhere"))
 
 
+def interrupt(folder, iteration):
+    """Leave of a save what a job leaves that is killed meanwhile."""
+    (save(folder, iteration) / "metadata.json").unlink()
+    (folder / TRACKER).unlink()
+
+
+@pytest.mark.parametrize("load", ["own", None, "another"])
+def test_after_a_first_save_that_was_interrupted_the_run_begins_again(folder, tmp_path, load):
+    interrupt(folder, 5)
+    save(tmp_path / "another", 3)
+    places = {"own": str(folder), None: None, "another": str(tmp_path / "another")}
+    args = own_run(folder, load=places[load])
+    assert find_finished(args) is None
+    notes = find_what_to_load(args)
+    assert notes[0] == (
+        f"The first save into {folder} was interrupted: what there is of iter_0000005 is renamed "
+        "to *.incomplete, and training begins again."
+    )
+    assert args.load == (places[load] if load == "another" else None)
+    assert (folder / "iter_0000005").exists()  # other ranks may not have looked yet
+    for number in ("", "1"):
+        clear_the_way(args)
+        assert list((folder / f"iter_0000005.incomplete{number}").glob("*.distcp"))
+        assert not (folder / "iter_0000005").exists()
+        interrupt(folder, 5)
+
+
+def test_what_was_saved_completely_is_never_renamed(folder):
+    save(folder, 5)
+    (folder / TRACKER).unlink()
+    clear_the_way(own_run(folder))
+    assert (folder / "iter_0000005").exists()
+    (folder / "iter_0000005" / "metadata.json").unlink()
+    clear_the_way(own_run(folder, skip_train=True))  # which saves nothing
+    assert (folder / "iter_0000005").exists()
+
+
+def test_a_tracker_names_what_ckpt_step_has_loaded(folder):
+    save(folder, 3)
+    save(folder, 5)
+    for changes in ({"skip_train": True}, {"save": "elsewhere"}):
+        clear_the_way(own_run(folder, ckpt_step=3, **changes))
+        assert (folder / TRACKER).read_text() == "5"
+    clear_the_way(own_run(folder, ckpt_step=3))
+    assert (folder / TRACKER).read_text() == "3"
+
+
+@pytest.mark.parametrize("count", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+def test_ckpt_step_is_where_the_first_start_of_a_job_begins(folder, count):
+    save(folder, 3)
+    save(folder, 5)
+    for environ in ({}, {count: "0"}):
+        args = own_run(folder, ckpt_step=3)
+        assert keep_own_progress(args, environ) == ()
+        assert args.ckpt_step == 3
+    (note,) = keep_own_progress(args, {count: "1"})
+    assert note.startswith("--ckpt-step 3 was where this job began")
+    assert args.ckpt_step is None
+    for elsewhere in ({"save": "elsewhere"}, {"load": None}):
+        args = own_run(folder, ckpt_step=3, **elsewhere)
+        keep_own_progress(args, {count: "1"})
+        assert args.ckpt_step == 3
+
+
+def test_finetune_needs_a_folder_of_its_own(folder):
+    save(folder, 3)
+    with pytest.raises(ConfigError, match=r"--finetune begins again.*another folder to --save"):
+        keep_own_progress(own_run(folder, finetune=True), {})
+    for allowed in ({"skip_train": True}, {"save": "elsewhere"}):
+        assert keep_own_progress(own_run(folder, finetune=True, **allowed), {}) == ()
+
+
 def own_run(folder, **changes):
     values = {
         "load": str(folder),
         "save": str(folder),
-        "ckpt_step": None,
-        "finetune": False,
-        "skip_train": False,
         "ckpt_convert_format": None,
         "train_iters": 20,
         "train_samples": None,
     }
-    return Namespace(**{**values, **changes})
+    return arguments(folder, **{**values, **changes})
 
 
 @pytest.fixture
