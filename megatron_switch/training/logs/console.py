@@ -59,9 +59,13 @@ class Console:
         log_folder: Folder of one log a rank after :meth:`commit_log`; None for a temporary file.
         rank: This process's rank; only rank 0 prints through :meth:`say`.
         world_size: Ranks altogether; only the last prints through :meth:`say_beside_losses`.
+        trains: Whether the run trains, or evaluates only.
     """
 
-    def __init__(self, log_folder: Path | None, *, rank: int, world_size: int = 1) -> None:
+    def __init__(
+        self, log_folder: Path | None, *, rank: int, world_size: int = 1, trains: bool = True
+    ) -> None:
+        self._trains = trains
         self._rank = rank
         self._world_size = world_size
         self._screen = sys.stdout
@@ -79,7 +83,7 @@ class Console:
         self._log = self.log_path.open("a", encoding="utf-8", buffering=1)
         self._stack.callback(lambda: self._log.close())  # of whatever it is by then
         self._screen = sys.stdout
-        splitter = _Splitter(self._screen, self._note)
+        splitter = _Splitter(self._screen, self._note, trains=self._trains)
         self._stack.callback(splitter.close)
         self._stack.enter_context(redirect_stdout(splitter))
         self._quiet_warnings()
@@ -178,8 +182,9 @@ class _Handler(logging.Handler):
 class _Splitter:
     """A text stream that notes each complete line, and shows it unless it is known noise."""
 
-    def __init__(self, screen: TextIO, note: Callable[[str], None]) -> None:
+    def __init__(self, screen: TextIO, note: Callable[[str], None], *, trains: bool) -> None:
         self._screen = screen
+        self._trains = trains
         self._note = note
         self._pending = ""
         self._in_arguments = False
@@ -187,7 +192,7 @@ class _Splitter:
     def write(self, text: str) -> int:
         self._pending += text
         *lines, self._pending = self._pending.split("\n")
-        for line in map(named_line, lines):
+        for line in (named_line(each, trains=self._trains) for each in lines):
             self._note(line)
             if not self._is_hidden(line):
                 self._screen.write(line + "\n")

@@ -42,17 +42,18 @@ def named_tag(tag: str, evaluation: str) -> str:
     return f"{match['value']} {name_of_set(evaluation, match['set'] or '')}{match['rest']}"
 
 
-def named_line(line: str) -> str:
+def named_line(line: str, *, trains: bool = True) -> str:
     """Return a line of the screen; Megatron's results after training get their evaluation's name.
 
     Args:
         line: Any line of the output.
+        trains: Whether the run trains; with ``--skip-train`` there is one validation only.
     """
     match = _LINE.match(line)
     if match is None:
         return line
     start = " test" if match["split"] == "test" else match["start"]
-    end = "" if match["split"] == "test" else " after training"
+    end = "" if match["split"] == "test" or not trains else " after training"
     return f"{start} loss at iteration {match['iteration']}{end} |{line[match.end() :]}"
 
 

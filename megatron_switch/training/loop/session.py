@@ -129,7 +129,10 @@ class _Session:
         layout = check_layout(args, self._switch)
         self._check_outputs()
         log_folder = None if self._folder is None else self._folder.log
-        with Console(log_folder, rank=args.rank, world_size=args.world_size) as console:
+        console = Console(
+            log_folder, rank=args.rank, world_size=args.world_size, trains=not args.skip_train
+        )
+        with console:
             validate(args)
             check_schedule(args)
             hooks.arguments_validated(args)

@@ -96,4 +96,4 @@ def test_training_evaluates_without_a_number_of_iterations(data, run):
         "train", "--skip-train", "--load", str(run), *flags.split(), *data.split()
     )
     assert outcome.code == 0, outcome.screen + outcome.errors
-    assert f"validation loss at iteration {LAST} " in outcome.screen
+    assert f"validation loss at iteration {LAST} | lm loss" in outcome.screen

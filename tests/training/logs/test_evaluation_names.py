@@ -60,6 +60,11 @@ def test_a_line_of_the_screen_has_the_name_of_its_evaluation(line, named):
     assert named_line(line) == named
 
 
+def test_where_nothing_is_trained_validation_has_no_other_name():
+    line = " validation loss at iteration 8 on validation set | lm loss"
+    assert named_line(line, trains=False) == " validation loss at iteration 8 | lm loss"
+
+
 def run(**changes):
     values = {
         "skip_train": False,
