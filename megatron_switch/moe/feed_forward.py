@@ -10,8 +10,8 @@ Decisions:
 * A CPU computes one expert after another: the tensors of one expert fit the cache, and the
   allocator gives each expert the memory of the one before. Other devices compute all experts at
   once, in grouped products.
-* Where Megatron sums gradients in a ``main_grad`` of the weight's dtype, products
-  are added to it. What autograd then gets has no values, as with Megatron's own fused products.
+* Where Megatron sums gradients in a ``main_grad``, they are added to it here, inside the product if
+  the dtypes agree. What autograd then gets has no values, as with Megatron's own fused products.
 
 Shape letters:
 
@@ -94,33 +94,22 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, gate_R, weight1_eHD, weight2_eDF, key_R, *kept = ctx.saved_tensors
-        grad_RD = grad_RD.contiguous()
         wants_rows, _, wants_first, wants_second = ctx.needs_input_grad[:4]
-        first = _WeightGradient(weight1_eHD) if wants_first else None
-        second = _WeightGradient(weight2_eDF) if wants_second else None
-        grad_rows_RD = torch.empty_like(rows_RD) if wants_rows else None
-        grad_gate_R = torch.empty_like(gate_R)
-        blocks = _blocks(ctx.counts, rows_RD.device)
-        for block, input_RH in zip(blocks, kept, strict=True):
-            part, experts, gate_R1 = block.rows, block.experts, gate_R[block.rows, None]
-            # Gradient of the hidden activation before the gate, which gives the gate's own.
-            grad_hidden_RF = grouped_matmul(grad_RD[part], weight2_eDF[experts], block.counts)
-            hidden_RF, grad_input_RH = _through_activation(
-                ctx.activate, input_RH, grad_hidden_RF, _part(key_R, part)
-            )
-            grad_gate_R[part] = torch.linalg.vecdot(
-                hidden_RF.to(gate_R.dtype), grad_hidden_RF.to(gate_R.dtype)
-            )
-            # The gate enters by factors of width D: rows of the outer products, rows' gradient.
-            if second is not None:
-                second.add(block, _times(grad_RD[part], gate_R1), hidden_RF)
-            if first is not None:
-                first.add(block, grad_input_RH, _times(rows_RD[part], gate_R1))
-            if grad_rows_RD is not None:
-                product_RD = grouped_matmul(grad_input_RH, weight1_eHD[experts], block.counts)
-                torch.mul(product_RD, gate_R1, out=grad_rows_RD[part])
-        grads = (None if each is None else each.result() for each in (first, second))
-        return grad_rows_RD, grad_gate_R, *grads, None, None, None
+        grads = _Gradients(
+            rows_RD=torch.empty_like(rows_RD) if wants_rows else None,
+            gate_R=torch.empty_like(gate_R),
+            first=_WeightGradient(weight1_eHD) if wants_first else None,
+            second=_WeightGradient(weight2_eDF) if wants_second else None,
+        )
+        grad_RD = grad_RD.contiguous()
+        for block, input_RH in zip(_blocks(ctx.counts, rows_RD.device), kept, strict=True):
+            inputs = rows_RD[block.rows], gate_R[block.rows, None], weight1_eHD, weight2_eDF
+            activation = ctx.activate, input_RH, _part(key_R, block.rows)
+            _backward_of(block, grad_RD[block.rows], inputs, activation, grads)
+        first, second = (
+            None if each is None else each.result() for each in (grads.first, grads.second)
+        )
+        return grads.rows_RD, grads.gate_R, first, second, None, None, None
 
 
 @dataclass(frozen=True)
@@ -147,32 +136,73 @@ class _WeightGradient:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        buffer = getattr(weight, "main_grad", None)
         # Megatron's hook adds what autograd gets to the buffer, unless this attribute is true.
         has_hook = hasattr(weight, "grad_added_to_main_grad")
-        self._adds = has_hook and buffer is not None and buffer.dtype == weight.dtype
-        self._sums: Tensor | None = buffer if self._adds else None
+        self._buffer: Tensor | None = getattr(weight, "main_grad", None) if has_hook else None
+        self._sums: Tensor | None = None
 
     def add(self, block: _Block, grad_RO: Tensor, rows_RI: Tensor) -> None:
         """Add the outer products of a block's rows; each block is added once."""
-        if self._sums is None and len(block.counts) == len(self._weight):
-            self._sums = grouped_outer(grad_RO, rows_RI, block.counts)
-            return
-        if self._sums is None:
-            self._sums = torch.empty_like(self._weight)
-        sums_eOI = self._sums[block.experts]
-        write_grouped_outer(sums_eOI, grad_RO, rows_RI, block.counts, add=self._adds)
+        products = grad_RO, rows_RI, block.counts
+        if self._buffer is not None:
+            sums_eOI = self._buffer[block.experts]
+            if sums_eOI.dtype == grad_RO.dtype:
+                write_grouped_outer(sums_eOI, *products, add=True)
+            else:
+                sums_eOI.add_(grouped_outer(*products))
+        elif len(block.counts) == len(self._weight):
+            self._sums = grouped_outer(*products)
+        else:
+            if self._sums is None:
+                self._sums = torch.empty_like(self._weight)
+            write_grouped_outer(self._sums[block.experts], *products, add=False)
 
     def result(self) -> Tensor | None:
         """Return what autograd gets."""
-        if not self._adds:
+        if self._buffer is None:
             return self._sums
         self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.empty_like(self._weight)  # for the hooks that a gradient starts
 
 
+@dataclass(frozen=True)
+class _Gradients:
+    """What backward fills block by block; None where autograd does not ask."""
+
+    rows_RD: Tensor | None
+    gate_R: Tensor
+    first: _WeightGradient | None
+    second: _WeightGradient | None
+
+
+def _backward_of(
+    block: _Block,
+    grad_RD: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    activation: tuple[Activate | None, Tensor, Tensor | None],
+    grads: _Gradients,
+) -> None:
+    """Fill in the gradients of a block of experts; its other tensors end with this function."""
+    rows_RD, gate_R1, weight1_eHD, weight2_eDF = inputs
+    # Gradient of the hidden activation before the gate, which gives the gate's own.
+    grad_hidden_RF = grouped_matmul(grad_RD, weight2_eDF[block.experts], block.counts)
+    hidden_RF, grad_input_RH = _through_activation(*activation, grad_hidden_RF)
+    wide = grads.gate_R.dtype
+    grads.gate_R[block.rows] = torch.linalg.vecdot(hidden_RF.to(wide), grad_hidden_RF.to(wide))
+    del grad_hidden_RF
+    # The gate enters by factors of width D: rows of the outer products, rows' gradient.
+    if grads.second is not None:
+        grads.second.add(block, _times(grad_RD, gate_R1), hidden_RF)
+    del hidden_RF
+    if grads.first is not None:
+        grads.first.add(block, grad_input_RH, _times(rows_RD, gate_R1))
+    if grads.rows_RD is not None:
+        product_RD = grouped_matmul(grad_input_RH, weight1_eHD[block.experts], block.counts)
+        torch.mul(product_RD, gate_R1, out=grads.rows_RD[block.rows])
+
+
 def _through_activation(
-    activate: Activate | None, input_RH: Tensor, grad_hidden_RF: Tensor, key_R: Tensor | None
+    activate: Activate | None, input_RH: Tensor, key_R: Tensor | None, grad_hidden_RF: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the hidden activation, and the gradient of its input, for one of the output."""
     if activate is None:  # the input was overwritten by the activation

@@ -106,16 +106,18 @@ def test_gradients_are_added_to_megatrons_buffers(counts):
         torch.testing.assert_close(weight.main_grad, buffer + grad)
 
 
-def test_a_buffer_of_another_dtype_is_left_to_megatron():
+@pytest.mark.usefixtures("blocks")
+def test_gradients_are_added_to_a_buffer_of_another_dtype_as_megatron_adds_them():
     leaves = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves_of([2, 3], None)]
     leaves[1] = leaves[1].detach().float()
-    for weight in leaves[2:]:
-        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    weights = leaves[2:]
+    grads = torch.autograd.grad(feed_forward(*leaves, [2, 3]).sum(), weights)
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
     feed_forward(*leaves, [2, 3]).sum().backward()
-    for weight in leaves[2:]:
-        assert not weight.grad_added_to_main_grad
-        assert not weight.main_grad.any()
-        assert weight.grad.any()
+    for weight, grad in zip(weights, grads, strict=True):
+        assert weight.grad_added_to_main_grad
+        assert torch.equal(weight.main_grad, torch.ones(weight.shape).add_(grad))
 
 
 def test_what_is_kept_for_backward():
