@@ -8,6 +8,7 @@ import pytest
 from support.tiny_run import SPARSE, run_command, train, trained
 
 from megatron_switch.checkpoint.load.files import TRACKER, find_checkpoint
+from megatron_switch.utils.folder_lock import FolderLock
 
 pytestmark = pytest.mark.slow
 
@@ -90,3 +91,19 @@ def test_a_run_that_was_killed_in_its_first_save_begins_again(copied):
     assert "what there is of iter_0000001 is renamed to *.incomplete" in outcome.screen
     assert (checkpoints / "iter_0000001.incomplete").is_dir()
     assert find_checkpoint(checkpoints).iteration == 4
+
+
+def test_a_folder_of_checkpoints_is_one_runs(run, tmp_path):
+    flags, _ = run
+    saving = f"{flags} --save {tmp_path}"
+    trained(f"{saving} --exit-interval 1")
+    refused = train(f"{saving} --seed 5")
+    assert refused.code == 2
+    assert f"give --load {tmp_path}; else give another folder to --save" in refused.errors
+    lock = FolderLock(tmp_path, "--save")
+    lock.acquire()
+    busy = train(f"{saving} --load {tmp_path}")
+    assert busy.code == 2
+    assert f"Another process is training in --save {tmp_path}" in busy.errors
+    lock.release()
+    assert iterations(train(f"{saving} --load {tmp_path}")) == [2, 3, 4]

@@ -79,6 +79,11 @@ def has_checkpoint(folder: Path) -> bool:
     return (folder / TRACKER).exists() or bool(_iterations(folder)) or _foreign(folder) is not None
 
 
+def is_same_folder(first: str | None, second: str | None) -> bool:
+    """Whether two flags name one folder, however they spell it."""
+    return None not in (first, second) and Path(str(first)).resolve() == Path(str(second)).resolve()
+
+
 def interrupted_first_save(folder: Path) -> list[str]:
     """Return the incomplete iterations of a folder in which no save was ever completed.
 

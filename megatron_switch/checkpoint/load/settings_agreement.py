@@ -80,6 +80,7 @@ def check_resume(
         *_not_saved(stored, args, is_release=is_release),
         *check_switch_settings(stored, args, is_untrained=bool(common_state.get(UNTRAINED))),
         *_batch_notes(stored, args),
+        *([] if is_release or args.finetune else _data_notes(stored, args)),
     ]
     if not (is_release or args.finetune or args.no_load_optim):
         check_optimizer_state(common_state, args)
@@ -206,6 +207,15 @@ def _batch_notes(stored: Namespace, args: Namespace) -> list[str]:
         f"Capacity is counted over each micro-batch, and its size has changed:{_lines(sizes)}\n"
         "Other tokens are dropped than before."
     ]
+
+
+def _data_notes(stored: Namespace, args: Namespace) -> list[str]:
+    """Return a note where the run continues on other data than it was trained on."""
+    names = [
+        name for name, each in KNOWN_FLAGS.items() if each.identity and each.on_resume == "free"
+    ]
+    changed = _differences(names, stored, args)
+    return [f"Training continues with other data or another seed:{_lines(changed)}"] * bool(changed)
 
 
 def check_optimizer_state(common_state: Mapping[str, Any], args: Namespace) -> None:

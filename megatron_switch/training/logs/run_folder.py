@@ -11,7 +11,6 @@ folder of another run, or of something else, is refused. Layout, schedule and lo
 from start to start; what a checkpoint permits is checked when it is loaded.
 """
 
-import errno
 import json
 import os
 import platform
@@ -26,23 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from megatron_switch import __version__
 from megatron_switch.checkpoint.load.files import (
     CHECKPOINTS,
     has_checkpoint,
     interrupted_first_save,
+    is_same_folder,
 )
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.known_flags import KNOWN_FLAGS
 from megatron_switch.utils.atomic_file import renamed_into_place
 
+RECORD = "run.json"
 SCHEMA = "megatron-switch/run/1"
 COMMAND_VARIABLE = "MEGATRON_SWITCH_COMMAND"
 """Environment variable in which a launcher leaves its own command line for ``resume.sh``."""
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)  # what some network file systems answer
 _OWN_NAMES = frozenset(
     {
         "checkpoints",
@@ -71,9 +70,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log"
         self.rank_table = path / "ranks.csv"
-        self._run = path / "run.json"
+        self._run = path / RECORD
         self._resume = path / "resume.sh"
-        self._lock: FileLock | None = None
 
     def apply(self, args: Namespace, explicit: Collection[str]) -> tuple[str, ...]:
         """Point the flags that were not given at this folder.
@@ -99,6 +97,8 @@ class RunFolder:
             if name not in explicit:
                 setattr(args, name, place)
         saved = Path(args.save)
+        if is_same_folder(args.load, args.save):
+            args.load = args.save
         if args.load == args.save or not has_checkpoint(saved) or interrupted_first_save(saved):
             return ()
         started_from = args.load
@@ -126,26 +126,6 @@ class RunFolder:
                 f"--switch-run-dir {self.path} is not empty and holds no run.json: it has "
                 f"{', '.join(foreign[:5])}. Give a new folder, or that of a run to continue."
             )
-
-    def lock(self) -> None:
-        """Lock the folder, if it exists, until this process ends.
-
-        Raises:
-            ConfigError: Another process trains in it.
-        """
-        if self._lock is not None or not self.path.exists():
-            return
-        self._lock = FileLock(self.path / ".lock", timeout=0)
-        try:
-            self._lock.acquire()
-        except Timeout as error:
-            raise ConfigError(
-                f"Another process is training in --switch-run-dir {self.path}, and two would write "
-                "over each other's checkpoints. Wait for it, or give another folder."
-            ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
 
     def check_identity(self, args: Namespace) -> None:
         """Check that the folder belongs to this run, or to no run yet.

@@ -54,6 +54,7 @@ from megatron_switch.training.preflight.write_targets import (
     make_write_targets,
 )
 from megatron_switch.upstream.repairs import repaired_megatron
+from megatron_switch.utils.folder_lock import FolderLock
 
 
 def train(argv: Sequence[str]) -> None:
@@ -115,6 +116,7 @@ class _Session:
         hooks.arguments_parsed(args)
         # A rehearsal takes its flags from a run folder too, and then has none.
         self._folder = RunFolder(Path(args.switch_run_dir)) if args.switch_run_dir else None
+        self._locks = _locks(args)
         self._set_here = fill_defaults(with_checkpoint_args(line), device)
         self._switch = resolve_dispatch(
             args, SwitchConfig.from_args(args), hooks.dispatch_device(device)
@@ -157,8 +159,7 @@ class _Session:
         if self._args.rank != 0:
             return
         check_write_targets(self._args)
-        if self._folder is not None:
-            self._folder.lock()
+        self._lock_outputs()
 
     def _create_outputs(self) -> None:
         """Create, on the first rank, what the run writes to; nothing can refuse the run now."""
@@ -166,9 +167,11 @@ class _Session:
         if args.rank != 0:
             return
         make_write_targets(args)
-        if self._folder is None:
-            return
-        self._folder.lock()
+        self._lock_outputs()
+
+    def _lock_outputs(self) -> None:
+        for lock in self._locks:
+            lock.acquire()
 
     def _record_start(self, layout: Layout) -> None:
         """Record this start in the folder of the run: its checkpoint is loaded, it can train.
@@ -231,6 +234,14 @@ class _Session:
             except OSError as error:
                 explain_full_disk(error, args)
                 raise
+
+
+def _locks(args: Namespace) -> list[FolderLock]:
+    """Return the locks of the folders in which no other run may save."""
+    folders = {args.switch_run_dir: "--switch-run-dir", args.save: "--save"}
+    if args.skip_train:
+        folders.pop(args.save)
+    return [FolderLock(Path(folder), flag) for folder, flag in folders.items() if folder]
 
 
 def _ranks_per_node() -> int:

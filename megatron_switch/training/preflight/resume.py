@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from megatron.training import get_tokenizer
 
@@ -28,12 +29,14 @@ from megatron_switch.checkpoint.load.files import (
     find_checkpoint,
     has_checkpoint,
     interrupted_first_save,
+    is_same_folder,
     set_aside,
     write_tracker,
 )
 from megatron_switch.checkpoint.load.settings_agreement import check_resume
 from megatron_switch.errors import ConfigError
 from megatron_switch.training.arguments.stored_arguments import compared_attributes
+from megatron_switch.training.logs.run_folder import RECORD
 
 _RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -49,7 +52,9 @@ class Finished:
 
 
 def keep_own_progress(args: Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Let a restart in the run's own folder continue from what it saved last.
+    """Let nothing that the folder of ``--save`` holds be trained again or saved over unseen.
+
+    A restart continues from what its job saved last, wherever the first start began.
 
     Args:
         args: Arguments with the run folder's places filled in; changed in place.
@@ -59,21 +64,49 @@ def keep_own_progress(args: Namespace, environ: Mapping[str, str]) -> tuple[str,
         What the user should know.
 
     Raises:
-        ConfigError: Every restart would begin again.
+        ConfigError: The run would save over checkpoints that it does not continue, or every restart
+            would begin again.
     """
-    if args.load is None or args.load != args.save or not has_checkpoint(Path(args.load)):
+    if args.save is None or args.skip_train or args.ckpt_convert_format is not None:
         return ()
-    if args.finetune and not args.skip_train:
+    saved = Path(args.save)
+    if args.switch_run_dir is None and (saved / RECORD).exists():
+        raise ConfigError(
+            f"--save {saved} is the folder of a run. To continue that run, give it to "
+            "--switch-run-dir instead; else give another folder."
+        )
+    if is_same_folder(args.load, args.save):
+        args.load = args.save
+    if not has_checkpoint(saved) or interrupted_first_save(saved):
+        return ()
+    is_restart = any(environ.get(name, "").strip("0").isdecimal() for name in _RESTART_COUNTS)
+    if args.load != args.save:
+        return (_continue_own(args) if is_restart else _refuse_to_save_over(args),)
+    if args.finetune:
         raise ConfigError(
             f"--finetune begins again at iteration 0, and with --load and --save in one folder, "
             f"{args.save}, so would every restart, over the checkpoints of the one before. Give "
             "another folder to --save or --switch-run-dir, and this one to --load."
         )
-    restarts = [environ.get(name, "0") for name in _RESTART_COUNTS]
-    if args.ckpt_step is None or not any(each.isdecimal() and int(each) for each in restarts):
+    if args.ckpt_step is None or not is_restart:
         return ()
     step, args.ckpt_step = args.ckpt_step, None
     return (f"--ckpt-step {step} was where this job began; its restart continues from there on.",)
+
+
+def _continue_own(args: Namespace) -> str:
+    began = f"--load {args.load}" if args.load else "new weights"
+    args.load, args.finetune, args.ckpt_step = args.save, False, None
+    return f"This restart continues from {args.save}; its job began from {began}."
+
+
+def _refuse_to_save_over(args: Namespace) -> NoReturn:
+    begins = f"from --load {args.load}" if args.load else "from new weights"
+    raise ConfigError(
+        f"--save {args.save} holds checkpoints already, and this run begins {begins}: it would "
+        f"save over them. To continue them, give --load {args.save}; else give another folder to "
+        "--save."
+    )
 
 
 def find_finished(args: Namespace) -> Finished | None:

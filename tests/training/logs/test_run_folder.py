@@ -1,7 +1,5 @@
 """A run folder belongs to one run, says what that run is, and continues it."""
 
-import errno
-import fcntl
 import json
 import os
 import re
@@ -19,6 +17,7 @@ from megatron_switch.testing.checkpoints import save_checkpoint
 from megatron_switch.training.arguments.parser import parse_command_line
 from megatron_switch.training.logs import run_folder
 from megatron_switch.training.logs.run_folder import COMMAND_VARIABLE, SCHEMA, RunFolder
+from megatron_switch.utils.folder_lock import FolderLock
 
 
 def arguments(**changes):
@@ -96,6 +95,9 @@ def test_a_checkpoint_of_the_run_is_loaded(folder):
     a_checkpoint(folder.checkpoints)
     assert folder.apply(args, explicit=()) == ()
     assert args.load == str(folder.checkpoints)
+    named = arguments(load=f"{folder.path}/../run/checkpoints", ckpt_step=3)
+    assert folder.apply(named, explicit={"load", "ckpt_step"}) == ()
+    assert (named.load, named.ckpt_step) == (str(folder.checkpoints), 3)
 
 
 def test_a_run_that_began_from_another_checkpoint_continues_from_its_own(folder):
@@ -243,35 +245,7 @@ def test_resume_starts_the_launcher_that_left_its_command(folder, monkeypatch, t
     assert words == ["launcher", "-n", "2 3", "--exit-interval", "5"]
 
 
-def test_a_folder_that_is_not_there_is_nobodys_and_is_not_made(folder):
-    folder.lock()
-    assert not folder.path.exists()
-
-
-def test_one_process_at_a_time_trains_in_a_folder(folder):
-    folder.path.mkdir()
-    folder.lock()
-    with pytest.raises(
-        ConfigError, match=f"Another process is training in --switch-run-dir {folder.path}"
-    ):
-        RunFolder(folder.path).lock()
-    assert folder._lock is not None
-    folder._lock.release()
-    RunFolder(folder.path).lock()
-
-
-def test_a_file_system_without_locks_is_no_reason_to_stop(folder, monkeypatch):
-    folder.path.mkdir()
-
-    def fail(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    folder.lock()
-    RunFolder(folder.path).lock()
-
-
 def test_a_held_folder_is_still_nobodys(folder):
     folder.path.mkdir()
-    folder.lock()
+    FolderLock(folder.path, "--switch-run-dir").acquire()
     folder.check_ownership()

@@ -43,6 +43,8 @@ def arguments(folder, **changes):
         "fake_process_group": False,
         "skip_train": False,
         "finetune": False,
+        "ckpt_convert_format": None,
+        "switch_run_dir": None,
     }
     return Namespace(**{**values, **changes})
 
@@ -167,10 +169,47 @@ def test_ckpt_step_is_where_the_first_start_of_a_job_begins(folder, count):
     (note,) = keep_own_progress(args, {count: "1"})
     assert note.startswith("--ckpt-step 3 was where this job began")
     assert args.ckpt_step is None
-    for elsewhere in ({"save": "elsewhere"}, {"load": None}):
-        args = own_run(folder, ckpt_step=3, **elsewhere)
-        keep_own_progress(args, {count: "1"})
-        assert args.ckpt_step == 3
+    args = own_run(folder, ckpt_step=3, save="elsewhere")
+    assert keep_own_progress(args, {count: "1"}) == ()
+    assert args.ckpt_step == 3
+
+
+@pytest.mark.parametrize(
+    ("load", "begins"),
+    [("another", "from --load another"), (None, "from new weights")],
+)
+def test_checkpoints_that_a_run_does_not_continue_are_not_saved_over(folder, load, begins):
+    save(folder, 3)
+    message = rf"--save {folder} holds .* begins {begins}: .*give --load {folder}; else .* --save"
+    with pytest.raises(ConfigError, match=message):
+        keep_own_progress(own_run(folder, load=load), {})
+    for nothing_saved in ({"skip_train": True}, {"ckpt_convert_format": "torch_dist"}):
+        assert keep_own_progress(own_run(folder, load=load, **nothing_saved), {}) == ()
+    interrupt(folder, 5)
+    assert keep_own_progress(own_run(folder.parent / "new", load=load), {}) == ()
+
+
+@pytest.mark.parametrize(("load", "began"), [("another", "--load another"), (None, "new weights")])
+def test_a_restart_continues_what_its_job_has_saved(folder, load, began):
+    save(folder, 3)
+    args = own_run(folder, load=load, finetune=True, ckpt_step=9)
+    (note,) = keep_own_progress(args, {"SLURM_RESTART_COUNT": "2"})
+    assert note == f"This restart continues from {folder}; its job began from {began}."
+    assert (args.load, args.finetune, args.ckpt_step) == (str(folder), False, None)
+
+
+def test_one_folder_may_be_spelled_in_two_ways(folder):
+    save(folder, 3)
+    args = own_run(folder, load=f"{folder}/../checkpoints/", ckpt_step=3)
+    assert keep_own_progress(args, {}) == ()
+    assert args.load == args.save
+
+
+def test_the_folder_of_a_run_is_not_one_of_checkpoints(tmp_path):
+    (tmp_path / "run.json").touch()
+    with pytest.raises(ConfigError, match=r"is the folder of a run\. .*--switch-run-dir"):
+        keep_own_progress(own_run(tmp_path), {})
+    assert keep_own_progress(own_run(tmp_path, switch_run_dir=str(tmp_path)), {}) == ()
 
 
 def test_finetune_needs_a_folder_of_its_own(folder):
@@ -185,7 +224,6 @@ def own_run(folder, **changes):
     values = {
         "load": str(folder),
         "save": str(folder),
-        "ckpt_convert_format": None,
         "train_iters": 20,
         "train_samples": None,
     }
