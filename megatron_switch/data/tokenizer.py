@@ -78,6 +78,10 @@ FLAGS: Mapping[str, str] = {
 }
 """Megatron's tokenizer flags, and what they mean for text."""
 
+RUN_CODE: Mapping[str, object] = {"trust_remote_code": False, "metadata_path": None}
+"""Attributes that can make a tokenizer run code, with the value that runs none. Their value comes
+from the command line only, never from a checkpoint."""
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -181,6 +185,11 @@ def build_tokenizer(args: Namespace) -> Tokenizer:
         vocab_size = int(built.vocab_size)
     except Exception as error:  # each library has its own; all mean the same to a user
         text = str(error) or type(error).__name__
+        if "trust_remote_code" in text:
+            raise ConfigError(
+                f"The tokenizer of {named} is Python code of its own, which would run with your "
+                "rights. If you trust it, add --trust-remote-code; a checkpoint cannot ask for it."
+            ) from error
         raise DataError(
             f"Megatron could not build a tokenizer from {named}: {text}. Check that file and type "
             "belong together."

@@ -83,6 +83,24 @@ def test_a_hugging_face_tokenizer_ends_texts_unless_a_flag_says_no(flags, huggin
     assert bare.built.tokenize(TEXT) == ids[:-1]
 
 
+def test_code_in_a_tokenizers_folder_runs_only_if_the_flag_says_so(flags, tmp_path):
+    ran = tmp_path / "ran"
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "own"}))
+    code = f"from pathlib import Path\nPath({str(ran)!r}).touch()\nclass Own: pass\n"
+    (folder / "own.py").write_text(code)
+    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    with pytest.raises(ConfigError, match=r"Python code of its own.*add --trust-remote-code"):
+        build_tokenizer(flags(*words))
+    assert not ran.exists()
+    with pytest.raises(DataError):  # it runs, and is no tokenizer
+        build_tokenizer(flags(*words, "--trust-remote-code"))
+    assert ran.exists()
+
+
 def test_a_tiktoken_vocabulary_brings_text_back(flags, tiktoken_file):
     tokenizer = build_tokenizer(
         flags(

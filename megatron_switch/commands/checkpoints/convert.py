@@ -29,7 +29,7 @@ from megatron_switch.checkpoint.load.files import checkpoint_folder, find_checkp
 from megatron_switch.commands.checkpoints.next_steps import next_steps
 from megatron_switch.commands.checkpoints.verify import CONTEXT, verify
 from megatron_switch.data.encoder_decoder import SpecialTokens
-from megatron_switch.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_switch.data.tokenizer import RUN_CODE, Tokenizer, build_tokenizer
 from megatron_switch.errors import CheckpointError, ConfigError, DataError
 from megatron_switch.training.logs.known_warnings import known_warnings_hidden
 from megatron_switch.utils.progress import bytes_progress
@@ -151,7 +151,7 @@ def _settings(args: Namespace, where: Path, wanted_rows: int | None) -> SourceSe
     """
     kept = kept_settings(args, where)
     try:
-        tokenizer = build_tokenizer(args)
+        tokenizer = build_tokenizer(Namespace(**{**vars(args), **RUN_CODE}))
     except (ConfigError, DataError):  # it was moved; whether that matters is decided elsewhere
         return kept
     tokens = tokenizer.vocab_size

@@ -23,7 +23,7 @@ from megatron_switch.checkpoint.formats.dist_metadata import read_common_state
 from megatron_switch.checkpoint.formats.tokenizer_files import find_tokenizer
 from megatron_switch.checkpoint.load.files import find_checkpoint
 from megatron_switch.config import switch_traits
-from megatron_switch.data.tokenizer import FLAGS
+from megatron_switch.data.tokenizer import FLAGS, RUN_CODE
 from megatron_switch.errors import CheckpointError, ConfigError
 from megatron_switch.flags.known_flags import KNOWN_FLAGS, flags_with
 from megatron_switch.flags.megatron_flags import MEGATRON_FLAGS
@@ -61,8 +61,8 @@ def compared_attributes() -> frozenset[str]:
 
 
 def tokenizer_attributes() -> frozenset[str]:
-    """Return the attributes of Megatron's namespace that decide which tokenizer is used."""
-    return frozenset(destination(flag) for flag in FLAGS)
+    """Return the attributes that decide which tokenizer is used, without those that run code."""
+    return frozenset(destination(flag) for flag in FLAGS) - RUN_CODE.keys()
 
 
 def with_checkpoint_args(line: CommandLine) -> CommandLine:
@@ -112,7 +112,17 @@ def with_stored_model(
 
     Returns:
         The same namespace; no default replaces what was taken.
+
+    Raises:
+        ConfigError: The class of the tokenizer is named by a file, which only a flag may choose.
     """
+    metadata = getattr(stored, "metadata_path", None)
+    if metadata is not None and "metadata_path" not in line.explicit:
+        raise ConfigError(
+            f"The checkpoint's tokenizer was built from --tokenizer-metadata {metadata}, which "
+            "names the class that runs, and a checkpoint may not choose code. If you trust that "
+            "file, give the flag."
+        )
     names = (model_attributes() | tokenizer_attributes()) - line.explicit
     taken = {name for name in names if hasattr(stored, name) and hasattr(line.args, name)}
     for name in taken:

@@ -162,6 +162,18 @@ def test_every_setting_of_megatrons_layers_is_compared_or_has_a_row():
         assert name in compared_attributes()
 
 
+def test_a_checkpoint_does_not_choose_code():
+    stored = Namespace(trust_remote_code=True, tokenizer_model="there", metadata_path=None)
+    args = with_stored_model(parse_command_line([]), stored).args
+    assert (args.tokenizer_model, args.trust_remote_code) == ("there", False)
+    own = parse_command_line(["--trust-remote-code", "--tokenizer-metadata", "own.json"])
+    stored.metadata_path = "there/metadata.json"
+    with pytest.raises(ConfigError, match=r"--tokenizer-metadata there/metadata\.json.*the flag"):
+        with_stored_model(parse_command_line([]), stored)
+    args = with_stored_model(own, stored).args
+    assert (args.trust_remote_code, args.metadata_path) == (True, "own.json")
+
+
 def test_an_explicit_flag_wins_and_what_was_taken_keeps_defaults_away():
     stored = Namespace(
         num_layers=4,
