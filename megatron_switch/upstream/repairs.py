@@ -3,11 +3,10 @@
 The wheel trains, but saving and resuming fail in places: with the distributed optimizer and torch's
 Adam (no Transformer Engine, no Apex) a run cannot resume, or resumes with wrong numbers; optimizer
 state that may change its layout is wrong as soon as gradients have several buckets; no optimizer
-resumes with another learning rate; a pipeline
-stage without experts loses its optimizer's step; a model with experts loads only where it was
-trained, with Transformer Engine or without; the first save starts a process per rank that takes
-seconds; a crash can leave an empty tracker. And its log of tokens per expert does not count experts
-that are not Transformer Engine's.
+resumes with another learning rate; a pipeline stage without experts loses its optimizer's step; a
+model with experts loads only where it was trained, with Transformer Engine or without; the first
+save starts a process per rank that takes seconds; a crash can leave an empty tracker. And its log
+of tokens per expert does not count experts that are not Transformer Engine's.
 
 :func:`repaired_megatron` enters all repairs for the length of a ``with`` block. Each one
 wraps the original instead of copying it, names its reason, and is checked against the
@@ -31,6 +30,7 @@ from megatron_switch.checkpoint.formats.dist_metadata import read_index
 from megatron_switch.checkpoint.load.files import TRACKER
 from megatron_switch.checkpoint.load.group_rates import take_rates
 from megatron_switch.checkpoint.load.norm_keys import name_norms_as_stored
+from megatron_switch.checkpoint.load.object_types import check_types
 from megatron_switch.checkpoint.load.write_errors import bytes_to_write, unwritten
 from megatron_switch.errors import CheckpointError
 from megatron_switch.moe.metrics.count_log import register_count_hooks
@@ -138,6 +138,11 @@ def megatron_repairs() -> tuple[Patch, ...]:
             "Engine's, and neither loads what the other saved",
             wrapper=_load_by_either_name,
             sha256=("40f333740e86ac388918bd5de2539cdcc7538250f034a23026861f6e8ac61413",),
+        ),
+        Patch(
+            "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
+            "it unpickles whatever objects a checkpoint holds, which runs what they name",
+            wrapper=_load_known_types,
         ),
         Patch(
             "megatron.core.datasets.utils:compile_helpers",
@@ -347,18 +352,24 @@ def _save_with_local_queue(
             original(self, sharded_state_dict, checkpoint_dir)
         except CheckpointException as error:  # on all ranks
             needed = bytes_to_write(sharded_state_dict)
-            raise unwritten(Path(checkpoint_dir), needed, _first_failure(error)) from error
+            raise unwritten(Path(checkpoint_dir), needed, str(_first_failure(error))) from error
         finally:
             filesystem_async._results_queue = shared
 
     return save
 
 
-def _first_failure(error: CheckpointException) -> str:
+def _first_failure(error: CheckpointException) -> BaseException | str:
     failures = [failure for failure, _ in error.failures.values()]
-    return (
-        str(failures[0]) if failures else "see the log of rank 0"
-    )  # Megatron reports it there only
+    return failures[0] if failures else "see the log of rank 0"  # Megatron reports it there only
+
+
+def _load_known_types(original: Callable[..., None]) -> Callable[..., None]:
+    def load_bytes(self: Any, read_item: Any, value: Any) -> None:
+        check_types(value, read_item.dest_index.fqn)
+        original(self, read_item, value)
+
+    return load_bytes
 
 
 def _load_by_either_name(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,9 +380,12 @@ def _load_by_either_name(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         except CheckpointException as error:  # on all ranks
+            failure = _first_failure(error)
+            if isinstance(failure, CheckpointError):
+                raise failure from error
             raise CheckpointError(
                 f"{checkpoint_dir} is damaged: its files have their sizes, but reading them fails "
-                f"({_first_failure(error)}). Copy it again, or choose another iteration with "
+                f"({failure}). Copy it again, or choose another iteration with "
                 "--ckpt-step."
             ) from error
 

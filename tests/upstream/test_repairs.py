@@ -17,7 +17,7 @@ from megatron_switch.errors import UpstreamError
 from megatron_switch.upstream import repairs
 from megatron_switch.upstream.repairs import megatron_repairs, repaired_megatron
 
-NUMBER_OF_REPAIRS = 14
+NUMBER_OF_REPAIRS = 15
 """A repair more needs a reason; a repair less, a release of Megatron that needs it no longer."""
 
 
