@@ -51,6 +51,7 @@ def check_before_megatron(
         check_t5(args)
     idle = flags_without_effect(line.explicit, failed_conditions(args, switch))
     notes = [f"{flag} has no effect: {why}" for flag, why in idle.items()]
+    notes += _check_format(args)
     if args.num_experts:
         notes += _check_nonfinite(args, switch)
         check_megatron_flags(args)
@@ -144,6 +145,21 @@ def _check_required(args: Namespace) -> None:
             f"--save {args.save} says where checkpoints go, but not how often one is written. Add "
             "--save-interval with a number of iterations."
         )
+
+
+def _check_format(args: Namespace) -> list[str]:
+    """Refuse to save checkpoints that no command of this program can load."""
+    if args.save is None or args.ckpt_format == "torch_dist":
+        return []
+    if args.use_megatron_fsdp:  # which has no other format
+        return [
+            f"--ckpt-format {args.ckpt_format}: Megatron-FSDP's own format. Its checkpoints "
+            "cannot be resumed, converted or resharded by this program."
+        ]
+    raise ConfigError(
+        f"--ckpt-format {args.ckpt_format} would save checkpoints that this program cannot load, "
+        "resume or convert. Use --ckpt-format torch_dist, the default."
+    )
 
 
 def _check_batch_growth(args: Namespace) -> None:

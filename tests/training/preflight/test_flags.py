@@ -103,6 +103,20 @@ def test_samples_are_as_good_as_iterations_and_evaluation_needs_neither(sparse_l
     assert notes(line) == ()
 
 
+@pytest.mark.parametrize("name", ["torch", "torch_dcp", "fsdp_dtensor"])
+def test_a_format_that_cannot_be_loaded_again_is_not_saved(sparse_line, name):
+    line = sparse_line(f"--ckpt-format {name} --save there --save-interval 1")
+    with pytest.raises(ConfigError, match=f"--ckpt-format {name} .*Use --ckpt-format torch_dist"):
+        notes(line)
+    line.args.use_megatron_fsdp = True
+    (note,) = notes(line)
+    assert "cannot be resumed" in note
+    line.args.save = None
+    assert notes(line) == (
+        "--save-interval has no effect: there is no --save and no --switch-run-dir.",
+    )
+
+
 def test_a_batch_that_would_not_grow_is_refused(sparse_line):
     with pytest.raises(ConfigError, match=r"got 2 2 8: .*--step-batch-size-schedule"):
         notes(sparse_line("--rampup-batch-size 2 2 8"))
