@@ -4,7 +4,6 @@ Megatron's entry point makes all of them in one function, without a place for ch
 parsing, validation and the first process group. Its bare assertions become errors here.
 """
 
-import linecache
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from megatron_switch import parallel_state
 from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.layout.grid import Layout
+from megatron_switch.training.arguments.refusals import explain_refusal
 from megatron_switch.upstream.private import HashStore, fake_store, install_signal_handler
 
 
@@ -29,7 +29,7 @@ def validate(args: Namespace) -> None:
     """Let Megatron check and complete the arguments, in place.
 
     Raises:
-        ConfigError: Megatron asserts or raises; the message contains its own.
+        ConfigError: Megatron asserts or raises; the message has its rule, values and flags.
     """
     several = (
         args.use_megatron_fsdp or args.use_torch_fsdp2 or args.overlap_moe_expert_parallel_comm
@@ -42,7 +42,7 @@ def validate(args: Namespace) -> None:
     try:
         validate_args(args)
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"Megatron refuses these flags: {error_text(error)}") from error
+        raise ConfigError(f"Megatron refuses these flags: {explain_refusal(error)}") from error
     # A missing checkpoint would otherwise start from random weights, with exit code 0 at the end.
     args.exit_on_missing_checkpoint = True
 
@@ -126,15 +126,3 @@ def training_seconds() -> float:
     timer.elapsed(reset=False)  # brings the sum up to now
     seconds: float = timer.active_time()
     return seconds
-
-
-def error_text(error: BaseException) -> str:
-    """Return an error's message; that of an assertion without one is its source line."""
-    if str(error):
-        return str(error)
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return repr(error)
-    return linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()

@@ -12,7 +12,7 @@ from megatron_switch.config import SwitchConfig
 from megatron_switch.errors import ConfigError
 from megatron_switch.models.gpt import check_supported, switch_gpt_layer_spec
 from megatron_switch.moe.switch_mlp import switch_mlp_spec
-from megatron_switch.training.loop.global_state import error_text
+from megatron_switch.training.arguments.refusals import explain_refusal
 from megatron_switch.training.loop.t5_builder import t5_model_config
 
 
@@ -31,7 +31,7 @@ def model_config(args: Namespace, switch: SwitchConfig) -> Any:
             return t5_model_config(args, switch)
         transformer: TransformerConfig = core_transformer_config_from_args(args)
     except (AssertionError, ValueError) as error:
-        raise ConfigError(f"Megatron refuses this model: {error_text(error)}") from error
+        raise ConfigError(f"Megatron refuses this model: {explain_refusal(error)}") from error
     check_supported(transformer)
     config = gpt_config_from_args(args, transformer)
     config.transformer_layer_spec = partial(

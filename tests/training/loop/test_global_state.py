@@ -35,7 +35,11 @@ def test_a_missing_checkpoint_is_never_passed_over(sparse_line):
     [
         # An assertion with words, one without, and an error.
         ("--train-samples 10", r"Megatron refuses these flags: expected iteration-based training"),
-        ("--min-lr 1", r"Megatron refuses these flags: assert args\.min_lr <= args\.lr"),
+        (
+            "--min-lr 1",
+            r"Megatron refuses these flags: args\.min_lr <= args\.lr must hold\. "
+            r"The values are --lr 0\.001, --min-lr 1\.0\. Change one of them\.",
+        ),
     ],
 )
 def test_a_refusal_has_megatrons_words_or_its_rule(sparse_line, flags, message):
