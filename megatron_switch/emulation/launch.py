@@ -10,9 +10,10 @@ Guaranteed:
   that fails is held back, so that the first failure is printed first; ranks that fail
   because of it (their peer is gone) get one line each. A rank that returns 2 has printed
   a user error, and nothing is added.
-* SIGTERM and SIGINT reach every rank once; a second one kills them. When a rank fails
+* SIGTERM, SIGINT and SIGHUP reach every rank once; a second one kills them. When a rank fails
   the others are terminated, and when the parent dies the kernel kills them all.
-* The result is 0 only when every rank returned 0 or ``None``.
+* The result is 0 only when every rank returned 0 or ``None``. Ranks that return
+  :data:`megatron_switch.utils.exit_codes.SAVED` have not failed; it is the result.
 
 Forking is safe while nothing has touched a GPU. Ranks run on one thread each unless
 ``OMP_NUM_THREADS`` is set, as under ``torchrun``: a thread pool that the parent has used
@@ -42,16 +43,16 @@ import torch
 
 from megatron_switch.emulation.patches import import_patches
 from megatron_switch.upstream.patching import applied
+from megatron_switch.utils.exit_codes import SAVED, SIGNALLED
 
 _SETTLE_S = 0.1  # until failures that happened at one moment have all been reported
 _GRACE_S = 10.0  # between asking a rank to end and killing it
 _POLL_S = 0.02
 _FAILED = 1
 _EXPLAINED = 2  # a user error, which the rank has printed
-_SIGNALLED = 128  # a shell's exit code for "ended by signal n" is 128 + n
 _NOTE = "What rank "  # how a note on a rank's log begins
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
-_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HEAVY_MODULES = (
     "megatron.training",
     "megatron.training.models.gpt",
@@ -77,8 +78,9 @@ def launch(num_ranks: int, target: Callable[[], int | None]) -> int:
             ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Returns:
-        0 when every rank succeeded, else the exit code of the rank that failed first
-        (128 + the signal's number when a signal ended it).
+        0 when every rank succeeded, ``SAVED`` when a signal ended them after a checkpoint, else
+        the exit code of the rank that failed first (128 + the signal's number when a signal ended
+        it).
     """
     assert num_ranks >= 1, f"{num_ranks} ranks"
     import_megatron()
@@ -143,7 +145,7 @@ class _Failure:
     def of(cls, rank: _Rank, code: int) -> "_Failure":
         if code < 0:
             name = signal.Signals(-code).name
-            return cls(_SIGNALLED - code, time.time_ns(), f"rank {rank.rank} was ended by {name}")
+            return cls(SIGNALLED - code, time.time_ns(), f"rank {rank.rank} was ended by {name}")
         if not rank.report.exists():
             text = "" if code == _EXPLAINED else f"rank {rank.rank} exited with code {code}"
             return cls(code, time.time_ns(), text)
@@ -162,6 +164,7 @@ class _Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[int, _Rank] = {}  # by process id
+        self._have_saved = False
 
     def start(self, rank: _Rank, target: Callable[[], int | None]) -> None:
         sys.stdout.flush()
@@ -185,14 +188,14 @@ class _Ranks:
             time.sleep(_POLL_S)
             failures += self._failed()
         if not failures:
-            return 0
+            return SAVED if self._have_saved else 0
         time.sleep(_SETTLE_S)
         failures += self._failed()
         failures.sort(key=lambda failure: failure.time_ns)
         _print(failures[0].text)
         self._end_the_rest(failures)
         for failure in failures[1:]:
-            if failure.code != _SIGNALLED + signal.SIGTERM:
+            if failure.code != SIGNALLED + signal.SIGTERM:
                 _print(failure.last_line)
         return failures[0].code
 
@@ -206,7 +209,7 @@ class _Ranks:
 
     @contextmanager
     def signals_forwarded(self) -> Iterator[None]:
-        """Pass SIGTERM and SIGINT on to the ranks instead of dying of them.
+        """Pass signals on to the ranks instead of dying of them; an ignored SIGHUP stays ignored.
 
         A rank that trains saves a checkpoint before it ends, which may take long; a second signal
         kills the ranks, also those that hang.
@@ -218,7 +221,7 @@ class _Ranks:
             self._signal(signal.SIGKILL if forwarded else number)
             forwarded = True
 
-        before = {number: signal.signal(number, forward) for number in _FORWARDED}
+        before = {number: signal.signal(number, forward) for number in _forwarded()}
         try:
             yield
         finally:
@@ -235,13 +238,21 @@ class _Ranks:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self._running[pid]
-                if status != 0:
-                    failures.append(_Failure.of(rank, os.waitstatus_to_exitcode(status)))
+                code = os.waitstatus_to_exitcode(status)
+                self._have_saved |= code == SAVED
+                if code not in (0, SAVED):
+                    failures.append(_Failure.of(rank, code))
         return failures
 
     def _signal(self, number: int) -> None:
         for pid in list(self._running):
             os.kill(pid, number)
+
+
+def _forwarded() -> list[signal.Signals]:
+    """Return the signals to forward; ``nohup`` has SIGHUP ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [each for each in _FORWARDED if not (ignored and each == signal.SIGHUP)]
 
 
 def _print(text: str) -> None:
@@ -261,7 +272,7 @@ def _become(rank: _Rank, parent: int, target: Callable[[], int | None]) -> NoRet
     except SystemExit as exit_:
         code = _exit_code(exit_)
     except KeyboardInterrupt:
-        code = _SIGNALLED + signal.SIGINT
+        code = SIGNALLED + signal.SIGINT
         rank.report.write_text(f"rank {rank.rank} was interrupted")
     except BaseException:
         rank.report.write_text(
@@ -285,7 +296,8 @@ def _leave_parent(parent: int) -> None:
     if os.getppid() != parent:  # it died before the call above
         os._exit(_FAILED)
     os.setpgid(0, 0)  # a terminal's Ctrl-C then arrives once, through the parent
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in _forwarded():
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 

@@ -14,6 +14,7 @@ from megatron_switch.launch.environment import Generation, environment_of
 from megatron_switch.launch.job import LaunchJob
 from megatron_switch.launch.nccl_tests import group_tests, untestable_axes
 from megatron_switch.layout.grid import Layout
+from megatron_switch.utils.exit_codes import SAVED
 
 _NOT_REHEARSED = ("fp8-format", "fp4-format", "use-torch-fsdp2", "cpu-offloading-num-layers")
 _ENGINE_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
@@ -36,6 +37,7 @@ def render_sbatch(job: LaunchJob, generation: Generation, command: Sequence[str]
         variables=environment_of(job, generation),
         command=_wrapped(command),
         signal=chosen.name.removeprefix("SIG"),
+        saved=SAVED,
         leaves=-(-job.nodes // job.hardware.nodes_per_leaf),
         domains=_domains(job),
         tests=group_tests(job.layout),

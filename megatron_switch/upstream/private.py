@@ -142,8 +142,8 @@ def replace_wandb_writer(writer: Any) -> Any:
     return before
 
 
-def install_signal_handler(signal: int) -> None:
-    """Let Megatron's loop save and exit when a signal arrives (``--exit-signal-handler``)."""
+def install_signal_handler(handler: Any) -> None:
+    """Let Megatron's loop ask ``handler`` whether to save and exit (``--exit-signal-handler``)."""
     from megatron.training import global_vars
 
-    global_vars._set_signal_handler(signal)
+    global_vars._GLOBAL_SIGNAL_HANDLER = handler

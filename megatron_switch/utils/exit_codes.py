@@ -10,6 +10,11 @@ from collections.abc import Callable
 from megatron_switch.errors import OneRankNumericError, SwitchError
 
 USER_ERROR = 2
+SAVED = 75
+"""What a training returns that a signal has ended after it saved a checkpoint: start it again to
+continue (``EX_TEMPFAIL`` of <sysexits.h>)."""
+SIGNALLED = 128
+"""What shells return for a command that signal number n ended, less n."""
 INTERRUPTED = 130
 """What shells return for a command that Ctrl-C ended."""
 PIPE_CLOSED = 141

@@ -11,6 +11,7 @@ from support.launch_job import job
 from megatron_switch.cli import main
 from megatron_switch.launch.job import Container
 from megatron_switch.launch.render import render_sbatch, render_shell
+from megatron_switch.utils.exit_codes import SAVED
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "slurm").glob("*"))
@@ -91,6 +92,11 @@ def test_each_shape_saves_on_a_signal_that_its_ranks_get():
     under_torchrun = sbatch(shape="torchrun")
     assert "scancel --signal=USR1" in under_torchrun
     assert "--exit-signal SIGUSR1" in under_torchrun
+
+
+def test_the_exit_code_of_a_run_that_has_saved_is_known_where_srun_hands_it_on():
+    assert f"status != {SAVED}" in sbatch(shape="srun")
+    assert f"status != {SAVED}" not in sbatch(shape="torchrun")
 
 
 def test_ranks_are_bound_to_the_memory_domain_of_their_gpu():

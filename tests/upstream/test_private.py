@@ -2,12 +2,10 @@
 
 import ast
 import importlib
-import signal
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from megatron.training import global_vars
 from torch.distributed.tensor import DTensor
@@ -183,9 +181,8 @@ def test_log_writers_are_opened_by_megatron(monkeypatch):
     assert opened == [args] * 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_signal_handler_is_megatrons(monkeypatch, number):
-    installed = []
-    monkeypatch.setattr(global_vars, "_set_signal_handler", installed.append)
-    private.install_signal_handler(number)
-    assert installed == [number]
+def test_megatrons_loop_finds_the_signal_handler(monkeypatch):
+    monkeypatch.setattr(global_vars, "_GLOBAL_SIGNAL_HANDLER", None)
+    handler = object()
+    private.install_signal_handler(handler)
+    assert global_vars.get_signal_handler() is handler

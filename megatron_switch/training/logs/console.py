@@ -35,6 +35,7 @@ _HIDDEN = re.compile(
             r"-+\s*$",
             r"\s*>+ (?!WARNING)",  # steps of the set-up
             r"\[(before|after) .*\] datetime:",
+            r"\[exiting program after receiving SIGTERM\.\]",  # said before, with the signal's name
             r"\[Rank \d+\] .* memory \(MB\)",
             r".*time across ranks \(ms\):|    \S+ \.+: \(|  +rank +\d+: [\d.]+$",  # timers
             r"(Total n|N)umber of .* in billions|Theoretical memory|Activation memory",

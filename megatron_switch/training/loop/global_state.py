@@ -22,7 +22,7 @@ from megatron_switch.architecture.vocabulary import padded_vocab_size
 from megatron_switch.errors import ConfigError, DataError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.training.arguments.refusals import explain_refusal
-from megatron_switch.upstream.private import HashStore, fake_store, install_signal_handler
+from megatron_switch.upstream.private import HashStore, fake_store
 
 
 def validate(args: Namespace) -> None:
@@ -88,8 +88,6 @@ def process_groups(args: Namespace, layout: Layout) -> Iterator[None]:
     when it fails: that could wait for ranks that have ended, and delay the traceback.
     """
     _build_process_groups(args, layout)
-    if args.exit_signal_handler:
-        install_signal_handler(args.exit_signal)
     try:
         yield
     except SystemExit:  # Megatron exits so at --exit-interval and on SIGTERM

@@ -30,6 +30,7 @@ from megatron_switch.training.logs.banner import banner
 from megatron_switch.training.logs.console import Console
 from megatron_switch.training.logs.run_folder import RunFolder
 from megatron_switch.training.loop.datasets import datasets_provider_of
+from megatron_switch.training.loop.exit_signals import ExitSignals, code_after, exit_signals
 from megatron_switch.training.loop.global_state import begin_megatron, process_groups, validate
 from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 from megatron_switch.training.loop.hooks import Device, RunHooks
@@ -53,6 +54,7 @@ from megatron_switch.training.preflight.write_targets import (
     explain_full_disk,
     make_write_targets,
 )
+from megatron_switch.upstream.private import install_signal_handler
 from megatron_switch.upstream.repairs import repaired_megatron
 from megatron_switch.utils.folder_lock import FolderLock
 
@@ -92,7 +94,13 @@ def rehearse(argv: Sequence[str], hooks: RunHooks) -> None:
 
 def _run(line: CommandLine, device: Device, argv: list[str], hooks: RunHooks) -> None:
     with repaired_megatron(), hooks.session():
-        _Session(line, device, argv, hooks).run()
+        session = _Session(line, device, argv, hooks)
+        try:
+            session.run()
+        except SystemExit as ended:
+            if not (ended.code or session.exit_code):
+                raise
+            raise SystemExit(ended.code or session.exit_code) from None
 
 
 class _Session:
@@ -108,6 +116,7 @@ class _Session:
         self._argv = argv
         self._hooks = hooks
         self._notes: tuple[str, ...] = ()
+        self._signals: ExitSignals | None = None
         if args.switch_run_dir is not None:
             folder = RunFolder(Path(args.switch_run_dir))
             folder.check_ownership()
@@ -122,6 +131,14 @@ class _Session:
             args, SwitchConfig.from_args(args), hooks.dispatch_device(device)
         )
         hooks.settings_resolved(args, self._switch)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a signal, if there was one, gives the program."""
+        number = None if self._signals is None else self._signals.ended_by
+        if number is None:
+            return 0
+        return code_after(number, saves=self._args.save is not None, environ=os.environ)
 
     def run(self) -> None:
         """Check everything, then train."""
@@ -152,6 +169,9 @@ class _Session:
             with process_groups(args, layout), hooks.training(args, self._notes):
                 # Every rank has passed its checks, or the groups would not exist.
                 console.commit_log()
+                self._signals = exit_signals(args, console.say)
+                if self._signals is not None:
+                    install_signal_handler(self._signals.__enter__())
                 self._train(model, layout, console)
 
     def _check_outputs(self) -> None:

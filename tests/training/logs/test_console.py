@@ -22,13 +22,13 @@ SHOWN = """\
   [2026-01-01 10:00:00.000001] successfully saved checkpoint from iteration       3 to run
  loading distributed checkpoint from run at iteration 3
   successfully loaded checkpoint from run [ t 1/1, p 1/1 ] at iteration 3
-[exiting program after receiving SIGTERM.] datetime: 2026-01-01 10:00:00
  loading release distributed checkpoint from run
 (TP, PP) mismatch after resume ((1, 2) vs (2, 1) from checkpoint): RNG state will be ignored
 WARNING: Starting a checkpoint save before previous has finished.
 > WARNING: 2 layers have no counterpart
 a line that no version of Megatron has printed yet"""
 HIDDEN = """\
+[exiting program after receiving SIGTERM.] datetime: 2026-01-01 10:00:00
 using world size: 1, data-parallel size: 1
 Number of virtual stages per pipeline stage: None
 accumulate and all-reduce gradients in fp32 for bfloat16 data type.

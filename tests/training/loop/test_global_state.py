@@ -95,7 +95,7 @@ def groups(monkeypatch):
 )
 def test_groups_end_in_order_but_are_not_waited_for_after_an_error(groups, error, calls):
     def use():
-        with process_groups(SimpleNamespace(exit_signal_handler=False), Layout(1)):
+        with process_groups(SimpleNamespace(), Layout(1)):
             if error is not None:
                 raise error
 

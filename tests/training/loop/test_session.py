@@ -14,6 +14,8 @@ import time
 import pytest
 from support.tiny_run import EXACT, SPARSE, TINY, Started, read_records, run_command, train, trained
 
+from megatron_switch.utils.exit_codes import SAVED
+
 pytestmark = pytest.mark.slow
 
 COMPARED = ("lm_loss", "load_balancing_loss", "z_loss", "dropped_fraction", "grad_norm")
@@ -138,16 +140,19 @@ def _fail_on_rank_1():
     ForwardStep.__call__ = broken_step
 
 
-def test_sigterm_saves_and_resume_sh_goes_on(data, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_resume_sh_continues(data, tmp_path, number):
     folder = tmp_path / "run"
     flags = f"{SPARSE} {data} {EP2} --train-iters 100000 --switch-run-dir {folder}"
     run = Started(["launch-local", "-n", "2", *flags.split()])
     while not (folder / "metrics.jsonl").exists() and run.is_running():
         time.sleep(0.05)
-    run.signal(signal.SIGTERM)
+    run.signal(number)
     outcome = run.wait()
-    assert outcome.code == 0, outcome.screen + outcome.errors
-    assert "exiting program after receiving SIGTERM" in outcome.screen
+    assert outcome.code == SAVED, outcome.screen + outcome.errors
+    assert outcome.errors == ""
+    said = f"{number.name} received: saving a checkpoint, then ending (exit code 75)."
+    assert outcome.screen.count("received") == outcome.screen.count(said) == 1
     tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
     saved_at = int(tracker.read_text())
     assert read_records(folder / "metrics.jsonl")[-1]["iteration"] == saved_at
