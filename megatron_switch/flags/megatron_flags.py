@@ -305,7 +305,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
         on_resume="model",
     ),
     # Data
-    **_each("seed", range=COUNT_OR_ZERO, identity=True),
+    **_each("seed", range=COUNT, identity=True),
     **_each(
         "data_path train_data_path valid_data_path test_data_path data_args_path "
         "per_split_data_args_path split mock_data tokenizer_type tokenizer_model",
@@ -315,7 +315,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     # Training
     **_each(
         "micro_batch_size global_batch_size train_iters train_samples eval_interval log_interval "
-        "tensorboard_log_interval exit_interval",
+        "tensorboard_log_interval exit_interval distributed_timeout_minutes",
         range=COUNT,
     ),
     **_each("save_interval", range=COUNT, needs=("save",)),

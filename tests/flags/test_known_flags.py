@@ -47,7 +47,7 @@ def test_what_is_not_finite_is_no_value_of_any_flag(name):
         ("log_interval", 0, "at least 1"),
         ("eval_interval", -1, "at least 1"),
         ("train_iters", -3, "at least 1"),
-        ("seed", -1, "at least 0"),
+        ("seed", -1, "at least 1"),
         ("switch_capacity", 10**23, "at least 1 and at most 2^40, got 1e+23."),
         ("switch_span_density", 1.0, "above 0 and below 1, got 1. T5 uses 0.15."),
         ("make_vocab_size_divisible_by", 0, "at least 1"),

@@ -4,6 +4,7 @@ from argparse import Namespace
 from typing import Literal
 
 from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_switch.architecture.layer_pattern import sparse_layers
 from megatron_switch.config import SwitchConfig
@@ -45,6 +46,7 @@ def check_before_megatron(
     _check_required(args)
     _check_batch_growth(args)
     _check_model(args)
+    _check_combinations(args)
     _check_savings(args)
     _check_optimizer(args)
     if args.switch_arch == "t5":
@@ -187,6 +189,44 @@ def _check_model(args: Namespace) -> None:
         )
     if args.num_experts:
         sparse_layers(args.moe_layer_freq, args.num_layers)  # refuses what is no pattern
+
+
+def _check_combinations(args: Namespace) -> None:
+    """Refuse what ends in a traceback of Megatron 0.19.2, after minutes where a model is large."""
+    if args.init_method_xavier_uniform:
+        raise ConfigError(
+            "Megatron 0.19.2 cannot build a model with --init-method-xavier-uniform. Leave it out; "
+            "--init-method-std or --switch-init-scale set the scale of initial weights."
+        )
+    if args.attention_backend == AttnBackend.local:
+        raise ConfigError(
+            "--attention-backend local is for models of --spec, which Switch has none of. Leave it "
+            "out: --transformer-impl local has local attention."
+        )
+    half = args.bf16 or args.fp16
+    if args.fp32_residual_connection and half and args.transformer_impl == "local":
+        raise ConfigError(
+            "--fp32-residual-connection gives norms float32 inputs and 16-bit weights, which "
+            "only Transformer Engine's norms take. Leave it out, or use --transformer-impl "
+            "transformer_engine."
+        )
+    if args.multiple_validation_sets and not args.full_validation:
+        raise ConfigError(
+            "Several validation sets are read to their ends: --multiple-validation-sets needs "
+            "--full-validation. Add it."
+        )
+    if args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
+        raise ConfigError(
+            f"--non-persistent-save-interval {args.non_persistent_save_interval} needs the kind of "
+            "its checkpoints. Add --non-persistent-ckpt-type global, or leave it out."
+        )
+    width = args.kv_channels or args.hidden_size // args.num_attention_heads
+    rotated = int(width * args.rotary_percent)
+    if args.position_embedding_type == "rope" and rotated % 2:
+        raise ConfigError(
+            f"Rotary positions turn pairs of channels, but {rotated} of a head's are turned "
+            f"(--kv-channels {width}, --rotary-percent {args.rotary_percent:g}). Make them even."
+        )
 
 
 def _check_savings(args: Namespace) -> None:

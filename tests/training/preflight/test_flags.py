@@ -117,6 +117,28 @@ def test_a_format_that_cannot_be_loaded_again_is_not_saved(sparse_line, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--init-method-xavier-uniform", r"cannot build .*--init-method-xavier-uniform\. Leave it"),
+        ("--attention-backend local", r"--attention-backend local .*--transformer-impl local"),
+        (
+            "--fp32-residual-connection --bf16 --transformer-impl local",
+            r"--fp32-residual-connection .*--transformer-impl transformer_engine",
+        ),
+        ("--multiple-validation-sets", r"--multiple-validation-sets needs --full-validation"),
+        ("--non-persistent-save-interval 1", r"interval 1 .*--non-persistent-ckpt-type global"),
+        (
+            "--position-embedding-type rope --kv-channels 7",
+            r"7 of a head's .*--kv-channels 7, --rotary-percent 1\).*even",
+        ),
+    ],
+)
+def test_what_ends_in_a_traceback_of_megatron_is_refused(sparse_line, given, message):
+    with pytest.raises(ConfigError, match=message):
+        notes(sparse_line(given))
+
+
 def test_a_batch_that_would_not_grow_is_refused(sparse_line):
     with pytest.raises(ConfigError, match=r"got 2 2 8: .*--step-batch-size-schedule"):
         notes(sparse_line("--rampup-batch-size 2 2 8"))
