@@ -9,8 +9,6 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -105,6 +103,22 @@ class DeviceProperties:
     warp_size: int = 32
 
 
+class StreamContext:
+    """What ``torch.cuda.stream`` returns: it may be entered again, also inside itself."""
+
+    def __init__(self, device: "EmulatedDevice", stream: Stream | None) -> None:
+        self._device, self._stream = device, stream
+        self._outer: list[Stream] = []
+
+    def __enter__(self) -> None:
+        """Make the stream the current one."""
+        self._outer.append(self._device.exchange_stream(self._stream))
+
+    def __exit__(self, *exception: object) -> None:
+        """Return to the stream before it."""
+        self._device.exchange_stream(self._outer.pop())
+
+
 class EmulatedDevice:
     """Replacements of ``torch.cuda``'s functions for devices, streams and memory."""
 
@@ -156,13 +170,18 @@ class EmulatedDevice:
         )
 
     def current_stream(self, device: object = None) -> Stream:
-        """The only stream."""
+        """The stream that was entered last."""
         return self._stream
 
-    @contextmanager
-    def stream(self, stream: object) -> Iterator[None]:
-        """Enter a stream, which changes nothing."""
-        yield
+    def stream(self, stream: Stream | None) -> "StreamContext":
+        """Return a context in which a stream is the current one; None changes nothing."""
+        return StreamContext(self, stream)
+
+    def exchange_stream(self, stream: Stream | None) -> Stream:
+        """Make a stream the current one, unless it is None, and return the last."""
+        last = self._stream
+        self._stream = last if stream is None else stream
+        return last
 
     def ignore(self, *args: object, **kwargs: object) -> None:
         """Do nothing: there is nothing to wait for, to free or to mark."""

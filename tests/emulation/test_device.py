@@ -57,6 +57,20 @@ def test_memory_is_that_of_the_process():
     assert stats["num_ooms"] == 0
 
 
+def test_a_stream_is_current_inside_of_its_context_which_can_be_entered_again():
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    default, context = torch.cuda.current_stream(), torch.cuda.stream(first)
+    for _ in range(2):
+        with context:
+            assert torch.cuda.current_stream() is first
+            with torch.cuda.stream(second), context:
+                assert torch.cuda.current_stream() is first
+            assert torch.cuda.current_stream() is first
+            with torch.cuda.stream(None):
+                assert torch.cuda.current_stream() is first
+        assert torch.cuda.current_stream() is default
+
+
 def test_streams_and_events_do_everything_at_once():
     stream = torch.cuda.Stream(priority=-1)
     with torch.cuda.stream(stream):
