@@ -268,10 +268,11 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
         identity=True,
     ),
     **_each(
-        "decoder_num_layers num_query_groups kv_channels max_position_embeddings",
-        range=COUNT,
-        on_resume="model",
+        "decoder_num_layers kv_channels max_position_embeddings", range=COUNT, on_resume="model"
     ),
+    **_each("num_query_groups", range=COUNT, needs=("grouped queries",), on_resume="model"),
+    **_each("activation_func_clamp_value glu_linear_offset", needs=("gated",), on_resume="model"),
+    **_each("rope_scaling_factor", needs=("rope scaling",), on_resume="model"),
     **_each("seq_length", range=COUNT, identity=True, stored=True),
     **_each("decoder_seq_length make_vocab_size_divisible_by", range=COUNT, stored=True),
     **_each("padded_vocab_size", on_resume="model", stored=False),
@@ -298,7 +299,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     # Of two, the activation and the groups that follow from them are compared.
     **_each("group_query_attention openai_gelu quick_geglu bf16 fp16", stored=True),
     **_each(
-        "rope_type rope_scaling_factor use_rope_scaling "
+        "rope_type use_rope_scaling "
         "rotary_scaling_factor rotary_seq_len_interpolation_factor yarn_beta_fast yarn_beta_slow "
         "yarn_correction_range_round_to_int yarn_original_max_position_embeddings mscale "
         "mscale_all_dim q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",

@@ -14,7 +14,19 @@ from typing import Any, Literal
 from megatron_switch.errors import ConfigError
 from megatron_switch.flags.argv import flag_name
 
-Condition = Literal["experts", "t5", "spans", "limit", "factor", "drops", "metrics", "save"]
+Condition = Literal[
+    "experts",
+    "t5",
+    "spans",
+    "limit",
+    "factor",
+    "drops",
+    "metrics",
+    "save",
+    "gated",
+    "grouped queries",
+    "rope scaling",
+]
 """What must hold for a flag to have an effect:
 
 experts
@@ -31,6 +43,8 @@ drops
     Not every capacity factor is negative.
 metrics, save
     There is a place for metrics, for checkpoints.
+gated, grouped queries, rope scaling
+    The model has gated units, grouped queries, scaled rotary frequencies.
 """
 
 OnResume = Literal["free", "model", "overridable", "optimizer", "buffers"]

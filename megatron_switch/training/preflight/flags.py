@@ -127,6 +127,13 @@ def failed_conditions(args: Namespace, switch: SwitchConfig) -> dict[Condition, 
         failed["metrics"] = (
             "there is no --switch-metrics-file, --switch-run-dir or --tensorboard-dir."
         )
+    gated = args.swiglu or args.quick_geglu or args.switch_activation == "gated-gelu"
+    if not gated:
+        failed["gated"] = "the units of the model are not gated (--swiglu, --quick-geglu)."
+    if not args.group_query_attention:
+        failed["grouped queries"] = "there is no --group-query-attention."
+    if not args.use_rope_scaling:
+        failed["rope scaling"] = "there is no --use-rope-scaling."
     if args.save is None:
         failed["save"] = "there is no --save and no --switch-run-dir."
     return failed

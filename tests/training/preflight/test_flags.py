@@ -139,6 +139,22 @@ def test_what_ends_in_a_traceback_of_megatron_is_refused(sparse_line, given, mes
         notes(sparse_line(given))
 
 
+@pytest.mark.parametrize(
+    ("given", "other", "why"),
+    [
+        ("--activation-func-clamp-value 1", "--swiglu", "not gated"),
+        ("--glu-linear-offset 1", "--quick-geglu", "not gated"),
+        ("--num-query-groups 2", "--group-query-attention", "no --group-query-attention"),
+        ("--rope-scaling-factor 32", "--use-rope-scaling", "no --use-rope-scaling"),
+    ],
+)
+def test_a_setting_of_what_the_model_lacks_is_noted(sparse_line, given, other, why):
+    (note,) = notes(sparse_line(given))
+    assert note.startswith(f"{given.split()[0]} has no effect: ")
+    assert why in note
+    assert notes(sparse_line(f"{given} {other} --ffn-hidden-size 64")) == ()
+
+
 def test_a_batch_that_would_not_grow_is_refused(sparse_line):
     with pytest.raises(ConfigError, match=r"got 2 2 8: .*--step-batch-size-schedule"):
         notes(sparse_line("--rampup-batch-size 2 2 8"))
