@@ -34,6 +34,7 @@ def model_config(args: Namespace, switch: SwitchConfig) -> Any:
         raise ConfigError(f"Megatron refuses this model: {explain_refusal(error)}") from error
     check_supported(transformer)
     config = gpt_config_from_args(args, transformer)
+    config.rope_scaling_factor = args.rope_scaling_factor  # which Megatron 0.19.2 does not pass on
     config.transformer_layer_spec = partial(
         switch_gpt_layer_spec, switch_mlp_spec=switch_mlp_spec(switch, seed=args.seed)
     )

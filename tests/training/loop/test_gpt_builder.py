@@ -55,6 +55,14 @@ def test_padding_without_a_bound_is_refused(sparse_line, flags, message):
         dispatch(sparse_line(flags))
 
 
+def test_the_model_gets_the_factor_of_rotary_scaling(sparse_line):
+    line = sparse_line("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32")
+    fill_defaults(line, "cpu")
+    validate(line.args)
+    config = model_config(line.args, SwitchConfig.from_args(line.args))
+    assert (config.rope_scaling, config.rope_scaling_factor) == (True, 32.0)
+
+
 def test_megatron_gets_its_configuration_and_our_layers(sparse_line):
     line = sparse_line("--seed 5 --swiglu --num-query-groups 2 --group-query-attention")
     fill_defaults(line, "cpu")
