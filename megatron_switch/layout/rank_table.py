@@ -45,12 +45,22 @@ def start_up_text(
     return "\n\n".join((text, axes, describe_experts(layout, num_experts)))
 
 
-def table_as_csv(layout: Layout, *, num_experts: int | None, ranks_per_node: int) -> str:
-    """Return the table of all ranks as comma-separated values with a header."""
+def table_as_csv(
+    layout: Layout, *, num_experts: int | None, ranks_per_node: int, hosts: Sequence[str]
+) -> str:
+    """Return the table of all ranks as comma-separated values with a header.
+
+    Args:
+        layout: The ranks.
+        num_experts: Experts of an MoE layer; None for a dense model.
+        ranks_per_node: Ranks on each node.
+        hosts: The host of each rank.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    writer.writerows(_rows(layout, num_experts, ranks_per_node, layout.world_size))
+    writer.writerow([*_COLUMNS, "host"])
+    rows = _rows(layout, num_experts, ranks_per_node, layout.world_size)
+    writer.writerows([*row, host] for row, host in zip(rows, hosts, strict=True))
     return buffer.getvalue()
 
 

@@ -96,12 +96,15 @@ def test_a_long_group_is_shortened():
 
 def test_the_csv_reads_back_as_the_layout():
     layout = Layout(32, tp=2, pp=2, cp=2, ep=4, etp=1)
-    rows = list(csv.DictReader(io.StringIO(table_as_csv(layout, num_experts=8, ranks_per_node=8))))
+    hosts = [f"n{rank // 8}" for rank in range(32)]
+    text = table_as_csv(layout, num_experts=8, ranks_per_node=8, hosts=hosts)
+    rows = list(csv.DictReader(io.StringIO(text)))
     assert len(rows) == 32
     for rank, row in enumerate(rows):
         at = layout.coordinates(rank)
         assert {axis: int(row[axis]) for axis in vars(at)} == vars(at)
         assert (int(row["rank"]), int(row["node"])) == (rank, rank // 8)
+        assert row["host"] == hosts[rank]
         held = layout.experts_of(rank, 8)
         assert row["experts"] == f"{held[0]}-{held[-1]}"
 

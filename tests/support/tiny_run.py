@@ -34,6 +34,9 @@ EXACT = (
 )
 """The sparse model without noise, which gives the same numbers in every layout."""
 
+OF_THE_CLOCK = frozenset({"time", "step_seconds", "tokens_per_second"})
+"""What of a training record depends on when it was made."""
+
 _PATIENCE_S = 100.0
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from support.event_files import scalar_steps, scalar_tags
-from support.tiny_run import EXACT, read_records, trained
+from support.tiny_run import EXACT, OF_THE_CLOCK, read_records, trained
 
 pytestmark = pytest.mark.slow
 
@@ -13,7 +13,6 @@ AROUND = {
     "recomputed": RECOMPUTE,
     "only experts recomputed": "--recompute-granularity selective --recompute-modules moe",
 }
-OF_THE_CLOCK = {"tokens_per_second"}
 
 
 @pytest.fixture(scope="module")

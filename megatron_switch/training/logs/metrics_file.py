@@ -8,6 +8,9 @@ same form without what only a training step has; its router losses are those of 
 ``after_training`` says of a validation whether it followed the last step: at the last iteration
 there are two, of different batches. A warning about routing is a record of the kind ``warning``.
 
+A training record has the time of day (UTC), the seconds of a step, and the tokens that the run has
+read since its beginning. Before the first record of each start there is one of the kind ``start``.
+
 A run that resumes at iteration N drops the records from N on that an interrupted run had written
 already, so that every iteration is in the file once; TensorBoard's files likewise. The file is
 strict JSON: a value that is not finite, such as the gradient norm of a skipped fp16 step, is null.
@@ -17,6 +20,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ from megatron_switch.utils.atomic_file import renamed_into_place
 SCHEMA = "megatron-switch/metrics/1"
 _NAMES = {"lm loss": "lm_loss", "grad-norm": "grad_norm", "learning-rate": "learning_rate"}
 _BATCH_SIZE = "batch-size"
+_SAMPLES = "learning-rate vs samples"  # its step is the number of samples
 _VALIDATION_LOSS = re.compile(r"lm loss validation(?P<name>-\S+)?$")  # several sets have names
 
 
@@ -53,6 +58,8 @@ class MetricsFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._drop_from(record)
             self._started = True
+            before = record["iteration"] - (record["kind"] == "train")
+            self.write({"iteration": before, "kind": "start", "time": _now()})
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"schema": SCHEMA, **record}, allow_nan=False) + "\n")
 
@@ -114,7 +121,9 @@ class StepWriter:
         if tag in _NAMES:
             self._record_of(step)[_NAMES[tag]] = _finite(value)
         elif tag == _BATCH_SIZE:
-            self._record_of(step)["tokens_per_second"] = self._rate(int(value), step)
+            self._record_of(step).update(self._speed(int(value), step))
+        elif tag == _SAMPLES and self._record:
+            self._record["consumed_tokens"] = step * self._sequence_length
         elif match := _VALIDATION_LOSS.match(tag):
             self._evaluated = match["name"] or "", _finite(value)
 
@@ -154,16 +163,22 @@ class StepWriter:
         """Return the current record, a new one where an iteration begins."""
         if self._record.get("iteration") != step:
             self.finish_iteration()
-            self._record = {"iteration": step, "kind": "train", **dict.fromkeys(_NAMES.values())}
+            self._record = {
+                "iteration": step,
+                "kind": "train",
+                "time": _now(),
+                **dict.fromkeys(_NAMES.values()),
+            }
         return self._record
 
-    def _rate(self, batch_size: int, step: int) -> float:
-        """Return the tokens per second since the last record."""
+    def _speed(self, batch_size: int, step: int) -> dict[str, float]:
+        """Return seconds of a step and tokens per second since the last record."""
         now = self._clock()
         steps = 1 if self._last_step is None else step - self._last_step
-        rate = steps * batch_size * self._sequence_length / (now - self._last_time)
+        seconds = (now - self._last_time) / steps
         self._last_step, self._last_time = step, now
-        return rate
+        rate = batch_size * self._sequence_length / seconds
+        return {"step_seconds": seconds, "tokens_per_second": rate}
 
     def add_evaluation(
         self, report: RoutingReport | None, iteration: int
@@ -231,6 +246,10 @@ def _place_of_line(line: str) -> tuple[int, bool]:
         return _place(json.loads(line))
     except (ValueError, KeyError):
         return 2**62, True
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _ignore(*_: Any, **__: Any) -> None:

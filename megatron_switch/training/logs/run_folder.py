@@ -2,7 +2,7 @@
 
     checkpoints/      Megatron's checkpoints            metrics.jsonl   one line an iteration
     tensorboard/      TensorBoard events                ranks.csv       the groups of each rank
-    log/              everything Megatron printed       run.json        what this run is
+    log/              everything Megatron printed       run.json        what it is, its starts
                                                         resume.sh       continues it
 
 A folder belongs to one run: its identity (data, seed, model; the flags that declare it, see
@@ -13,20 +13,12 @@ from start to start; what a checkpoint permits is checked when it is loaded.
 
 import json
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Collection
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from megatron_switch import __version__
 from megatron_switch.checkpoint.load.files import (
     CHECKPOINTS,
     has_checkpoint,
@@ -34,11 +26,12 @@ from megatron_switch.checkpoint.load.files import (
     is_same_folder,
 )
 from megatron_switch.errors import ConfigError
-from megatron_switch.flags.known_flags import KNOWN_FLAGS
+from megatron_switch.layout.grid import Layout
+from megatron_switch.layout.rank_table import table_as_csv
+from megatron_switch.training.logs.run_record import RunRecord, identity_of
 from megatron_switch.utils.atomic_file import renamed_into_place
 
 RECORD = "run.json"
-SCHEMA = "megatron-switch/run/1"
 COMMAND_VARIABLE = "MEGATRON_SWITCH_COMMAND"
 """Environment variable in which a launcher leaves its own command line for ``resume.sh``."""
 
@@ -53,7 +46,6 @@ _OWN_NAMES = frozenset(
     }  # launch: scripts'
 )
 _SAVE_INTERVAL = 1000
-_PACKAGES = ("megatron-core", "torch", "transformer-engine", "apex", "triton", "numpy")
 
 
 class RunFolder:
@@ -69,8 +61,9 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log"
-        self.rank_table = path / "ranks.csv"
+        self._rank_table = path / "ranks.csv"
         self._run = path / RECORD
+        self._record = RunRecord(self._run)
         self._resume = path / "resume.sh"
 
     def apply(self, args: Namespace, explicit: Collection[str]) -> tuple[str, ...]:
@@ -139,39 +132,62 @@ class RunFolder:
         if self._run.exists():
             self._compare(args)
 
-    def describe(self, args: Namespace, argv: list[str], device: str) -> None:
-        """Write ``run.json`` and ``resume.sh``."""
+    def describe(
+        self,
+        args: Namespace,
+        argv: list[str],
+        device: str,
+        *,
+        layout: Layout,
+        hosts: Sequence[str],
+        ranks_per_node: int,
+    ) -> None:
+        """Write ``run.json``, ``resume.sh`` and ``ranks.csv``.
+
+        Args:
+            args: Arguments of a run that has loaded its checkpoint.
+            argv: The command line.
+            device: Where the run trains.
+            layout: The ranks.
+            hosts: The host of each rank.
+            ranks_per_node: Ranks on each node.
+        """
         command = os.environ.get(COMMAND_VARIABLE) or shlex.join(_this_command(argv))
         if args.load == args.save:  # the tracker names that iteration, or what was saved since
             command = _without_step(command)
-        record = {
-            "schema": SCHEMA,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": command,
-            "identity": _identity(args),
-            "seed": args.seed,
-            "device": device,
-            "versions": _versions(),
-            "git_commit": _git_commit(),
-            "hardware": _hardware(device),
-            "flags": {name: _plain(value) for name, value in sorted(vars(args).items())},
-        }
-        with renamed_into_place(self._run) as file:
-            json.dump(record, file, indent=1)
-            file.write("\n")
+        self._record.begin(args, command, device, layout=layout, hosts=hosts)
         with renamed_into_place(self._resume) as file:
             file.write(_RESUME.format(folder=shlex.quote(os.getcwd()), command=command))
         self._resume.chmod(0o755)
+        with renamed_into_place(self._rank_table) as file:
+            file.write(
+                table_as_csv(
+                    layout,
+                    num_experts=args.num_experts,
+                    ranks_per_node=ranks_per_node,
+                    hosts=hosts,
+                )
+            )
+
+    def record_end(self, *, code: int, reason: str, iteration: int) -> None:
+        """Write into ``run.json`` how this start ended.
+
+        Args:
+            code: Exit code of the process.
+            reason: Why, in a few words.
+            iteration: The last iteration.
+        """
+        self._record.end(code=code, reason=reason, iteration=iteration)
 
     def _compare(self, args: Namespace) -> None:
         try:
-            found = json.loads(self._run.read_text(encoding="utf-8"))["identity"]
+            found = self._record.identity()
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self._run} cannot be read as the record of a run ({error!r}). Give another "
                 "--switch-run-dir."
             ) from error
-        wanted = json.loads(json.dumps(_identity(args)))
+        wanted = json.loads(json.dumps(identity_of(args)))
         lines = [
             f"\n  --{name.replace('_', '-')}: {found.get(name)} there, {value} now"
             for name, value in wanted.items()
@@ -196,12 +212,6 @@ exec {command} "$@"
 """
 
 
-def _identity(args: Namespace) -> dict[str, Any]:
-    return {
-        name: _plain(getattr(args, name)) for name, each in KNOWN_FLAGS.items() if each.identity
-    }
-
-
 def _without_step(command: str) -> str:
     """Return a command line without ``--ckpt-step``."""
     words = iter(shlex.split(command))
@@ -224,47 +234,3 @@ def _this_command(argv: list[str]) -> list[str]:
         torchrun.append(f"--nnodes={ranks // local}")
         train = [sys.executable, *torchrun, "-m", "megatron_switch", "train"]
     return [*train, *argv]
-
-
-def _versions() -> dict[str, str]:
-    found = {"megatron-switch": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue  # optional, or renamed inside a vendor container
-    return found
-
-
-def _git_commit() -> str | None:
-    """Return the commit of the checkout this package runs from, and whether files were changed.
-
-    None for an installed wheel, which may lie inside a checkout of something else.
-    """
-    try:
-        _git("ls-files", "--error-unmatch", __file__)
-        return _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(*words: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _hardware(device: str) -> dict[str, Any]:
-    hardware: dict[str, Any] = {"machine": platform.machine(), "cpus": os.cpu_count()}
-    if device == "cuda":
-        hardware["gpu"] = torch.cuda.get_device_name()
-        hardware["gpus"] = torch.cuda.device_count()
-    return hardware
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON can hold: containers and scalars as they are, anything else as text."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -8,12 +8,14 @@ applied here and undone at the end. What a rehearsal does otherwise is in its ho
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
+import torch
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -22,7 +24,6 @@ from megatron_switch.checkpoint.load.files import checkpoint_folder
 from megatron_switch.config import SwitchConfig
 from megatron_switch.emulation import cuda_on_cpu
 from megatron_switch.layout.grid import Layout
-from megatron_switch.layout.rank_table import table_as_csv
 from megatron_switch.training.arguments.defaults import fill_defaults
 from megatron_switch.training.arguments.parser import CommandLine, parse_command_line
 from megatron_switch.training.arguments.stored_arguments import with_checkpoint_args
@@ -35,6 +36,7 @@ from megatron_switch.training.loop.global_state import begin_megatron, process_g
 from megatron_switch.training.loop.gpt_builder import model_config, resolve_dispatch
 from megatron_switch.training.loop.hooks import Device, RunHooks
 from megatron_switch.training.loop.monitors import loop_monitors
+from megatron_switch.training.loop.outputs import RunOutputs, host_names
 from megatron_switch.training.preflight.data import check_data
 from megatron_switch.training.preflight.device import choose_device, look_around
 from megatron_switch.training.preflight.flags import check_before_megatron, check_schedule
@@ -44,19 +46,10 @@ from megatron_switch.training.preflight.launcher import (
     slurm_ranks,
 )
 from megatron_switch.training.preflight.layout import check_layout
-from megatron_switch.training.preflight.resume import (
-    clear_the_way,
-    find_what_to_load,
-    keep_own_progress,
-)
-from megatron_switch.training.preflight.write_targets import (
-    check_write_targets,
-    explain_full_disk,
-    make_write_targets,
-)
+from megatron_switch.training.preflight.resume import find_what_to_load, keep_own_progress
+from megatron_switch.training.preflight.write_targets import explain_full_disk
 from megatron_switch.upstream.private import install_signal_handler
 from megatron_switch.upstream.repairs import repaired_megatron
-from megatron_switch.utils.folder_lock import FolderLock
 
 
 def train(argv: Sequence[str]) -> None:
@@ -125,7 +118,7 @@ class _Session:
         hooks.arguments_parsed(args)
         # A rehearsal takes its flags from a run folder too, and then has none.
         self._folder = RunFolder(Path(args.switch_run_dir)) if args.switch_run_dir else None
-        self._locks = _locks(args)
+        self._outputs = RunOutputs(args, self._folder)
         self._set_here = fill_defaults(with_checkpoint_args(line), device)
         self._switch = resolve_dispatch(
             args, SwitchConfig.from_args(args), hooks.dispatch_device(device)
@@ -135,10 +128,14 @@ class _Session:
     @property
     def exit_code(self) -> int:
         """The exit code that a signal, if there was one, gives the program."""
-        number = None if self._signals is None else self._signals.ended_by
+        number = self._ended_by
         if number is None:
             return 0
         return code_after(number, saves=self._args.save is not None, environ=os.environ)
+
+    @property
+    def _ended_by(self) -> Signals | None:
+        return None if self._signals is None else self._signals.ended_by
 
     def run(self) -> None:
         """Check everything, then train."""
@@ -146,7 +143,7 @@ class _Session:
         check_meeting_port(os.environ)
         self._notes += check_before_megatron(self._line, self._switch, self._device)
         layout = check_layout(args, self._switch)
-        self._check_outputs()
+        self._outputs.check()
         log_folder = None if self._folder is None else self._folder.log
         console = Console(
             log_folder, rank=args.rank, world_size=args.world_size, trains=not args.skip_train
@@ -164,49 +161,31 @@ class _Session:
             self._notes += find_what_to_load(args)
             model = model_config(args, self._switch)
             hooks.check_memory(args, layout, self._device)
-            self._create_outputs()
+            self._outputs.create()
             self._print_banner(layout, console)
-            with process_groups(args, layout), hooks.training(args, self._notes):
+            with process_groups(args, layout):
                 # Every rank has passed its checks, or the groups would not exist.
                 console.commit_log()
+                hosts = host_names(args)
                 self._signals = exit_signals(args, console.say)
                 if self._signals is not None:
                     install_signal_handler(self._signals.__enter__())
-                self._train(model, layout, console)
+                with hooks.training(args, self._notes), self._end_recorded():
+                    self._train(model, layout, hosts, console)
 
-    def _check_outputs(self) -> None:
-        """Check, on the first rank, that the run can write what it will write."""
-        if self._args.rank != 0:
-            return
-        check_write_targets(self._args)
-        self._lock_outputs()
-
-    def _create_outputs(self) -> None:
-        """Create, on the first rank, what the run writes to; nothing can refuse the run now."""
-        args = self._args
-        if args.rank != 0:
-            return
-        make_write_targets(args)
-        self._lock_outputs()
-
-    def _lock_outputs(self) -> None:
-        for lock in self._locks:
-            lock.acquire()
-
-    def _record_start(self, layout: Layout) -> None:
-        """Record this start in the folder of the run: its checkpoint is loaded, it can train.
-
-        Before, a start that fails would leave a ``resume.sh`` that fails as well.
-        """
-        args = self._args
-        if args.rank != 0 or args.fake_process_group:
-            return
-        clear_the_way(args)
-        if self._folder is None:
-            return
-        self._folder.describe(args, self._argv, self._device)
-        table = table_as_csv(layout, num_experts=args.num_experts, ranks_per_node=_ranks_per_node())
-        self._folder.rank_table.write_text(table, encoding="utf-8")
+    @contextmanager
+    def _end_recorded(self) -> Iterator[None]:
+        """Record how the block ends; where a signal ends it, all ranks leave it together."""
+        try:
+            yield
+        except BaseException as error:
+            self._outputs.record_end(error, self._ended_by, self.exit_code)
+            if (
+                isinstance(error, SystemExit) and self.exit_code
+            ):  # a launcher ends the others at the first code that is not 0
+                torch.distributed.barrier()
+            raise
+        self._outputs.record_end(None, None, 0)
 
     def _is_finished(self, console: Console) -> bool:
         """Return whether nothing is left to do, and say so."""
@@ -232,13 +211,15 @@ class _Session:
         for each in (text, *self._notes):
             console.say(each)
 
-    def _train(self, model: Any, layout: Layout, console: Console) -> None:
+    def _train(self, model: Any, layout: Layout, hosts: Sequence[str], console: Console) -> None:
         args = self._args
         provider = self._hooks.datasets_provider(args, datasets_provider_of(args))
 
         @wraps(provider)  # which says by an attribute that it is called on every rank
         def after_loading(*values: Any, **named: Any) -> Any:
-            self._record_start(layout)
+            self._outputs.record_start(
+                self._argv, self._device, layout, hosts, ranks_per_node=_ranks_per_node()
+            )
             return provider(*values, **named)
 
         with loop_monitors(args, self._switch, model, console.say_beside_losses) as monitors:
@@ -254,14 +235,6 @@ class _Session:
             except OSError as error:
                 explain_full_disk(error, args)
                 raise
-
-
-def _locks(args: Namespace) -> list[FolderLock]:
-    """Return the locks of the folders in which no other run may save."""
-    folders = {args.switch_run_dir: "--switch-run-dir", args.save: "--save"}
-    if args.skip_train:
-        folders.pop(args.save)
-    return [FolderLock(Path(folder), flag) for folder, flag in folders.items() if folder]
 
 
 def _ranks_per_node() -> int:

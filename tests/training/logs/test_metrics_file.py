@@ -1,6 +1,7 @@
 """Records of iterations and evaluations: what they hold, when they come, what resuming drops."""
 
 import json
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -80,8 +81,13 @@ def log(writer, step, loss=5.0, norm=1.0):
         writer.add_scalar("grad-norm", norm, step)
 
 
-def read(path):
+def read_all(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read(path):
+    """Return all records but those of starts."""
+    return [record for record in read_all(path) if record["kind"] != "start"]
 
 
 def test_one_record_an_iteration_with_every_value(path, report):
@@ -96,10 +102,15 @@ def test_one_record_an_iteration_with_every_value(path, report):
         "lm_loss": 4.0,
         "grad_norm": 1.0,
         "learning_rate": 1e-3,
+        "step_seconds": SECONDS,
         "tokens_per_second": BATCH_SIZE * LENGTH / SECONDS,
+        "consumed_tokens": 2 * BATCH_SIZE * LENGTH,
         **ROUTING,
     }
     records = read(path)
+    times = [datetime.fromisoformat(record.pop("time")) for record in records]
+    assert times == sorted(times)
+    assert times[0].tzinfo is not None
     assert records[1] == expected
     assert [record["iteration"] for record in records] == [1, 2]
     assert list(records[0])[:3] == ["schema", "iteration", "kind"]
@@ -154,6 +165,27 @@ def test_iterations_that_tensorboard_does_not_log_have_no_record(path, report):
     records = read(path)
     assert [record["iteration"] for record in records] == [3, 6]
     assert records[1]["tokens_per_second"] == 3 * BATCH_SIZE * LENGTH / SECONDS
+    assert records[1]["step_seconds"] == SECONDS / 3
+
+
+def test_a_start_is_marked_before_its_first_record(path):
+    for first in (1, 3):  # ended after 4, and resumed from 2
+        writer = new_writer(path)
+        for step in (first, first + 1):
+            log(writer, step)
+            writer.finish_iteration()
+    places = [(record["kind"], record["iteration"]) for record in read_all(path)]
+    steps = [("train", 1), ("train", 2), ("train", 3), ("train", 4)]
+    assert places == [("start", 0), *steps[:2], ("start", 2), *steps[2:]]
+    assert read_all(path)[0].keys() == {"schema", "iteration", "kind", "time"}
+
+
+def test_the_mark_of_a_start_whose_steps_are_computed_again_is_dropped(path):
+    for first in (1, 4, 2):
+        log(writer := new_writer(path), first)
+        writer.finish_iteration()
+    marks = [record["iteration"] for record in read_all(path) if record["kind"] == "start"]
+    assert marks == [0, 1]
 
 
 def evaluated(writer, evaluation, step, *, report=None, loss=None, validation_set=""):

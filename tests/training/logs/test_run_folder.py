@@ -1,5 +1,6 @@
 """A run folder belongs to one run, says what that run is, and continues it."""
 
+import csv
 import json
 import os
 import re
@@ -10,50 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.run_arguments import arguments
 
-from megatron_switch import __version__
 from megatron_switch.errors import ConfigError
+from megatron_switch.layout.grid import Layout
 from megatron_switch.testing.checkpoints import save_checkpoint
 from megatron_switch.training.arguments.parser import parse_command_line
-from megatron_switch.training.logs import run_folder
-from megatron_switch.training.logs.run_folder import COMMAND_VARIABLE, SCHEMA, RunFolder
+from megatron_switch.training.logs.run_folder import COMMAND_VARIABLE, RunFolder
+from megatron_switch.training.logs.run_record import SCHEMA
 from megatron_switch.utils.folder_lock import FolderLock
-
-
-def arguments(**changes):
-    values = {
-        "seed": 1234,
-        "data_path": ["text"],
-        "train_data_path": None,
-        "valid_data_path": None,
-        "test_data_path": None,
-        "data_args_path": None,
-        "per_split_data_args_path": None,
-        "split": "98,1,1",
-        "mock_data": False,
-        "tokenizer_type": "SentencePieceTokenizer",
-        "tokenizer_model": "tokenizer.model",
-        "num_layers": 4,
-        "hidden_size": 32,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_experts": 8,
-        "seq_length": 16,
-        "params_dtype": torch.bfloat16,
-        "save": None,
-        "save_interval": None,
-        "load": None,
-        "finetune": False,
-        "ckpt_step": None,
-        "tensorboard_dir": None,
-        "switch_metrics_file": None,
-    }
-    return Namespace(**{**values, **changes})
 
 
 @pytest.fixture
 def folder(tmp_path):
     return RunFolder(tmp_path / "run")
+
+
+def described(folder, args, words):
+    hosts = ["node1", "node1"]
+    folder.describe(args, words, "cpu", layout=Layout(2), hosts=hosts, ranks_per_node=2)
 
 
 def started(folder, **changes):
@@ -62,7 +38,7 @@ def started(folder, **changes):
     folder.check_ownership()
     folder.check_identity(args)
     folder.path.mkdir(exist_ok=True)
-    folder.describe(args, ["--lr", "1e-3", "--data-path", "my text"], "cpu")
+    described(folder, args, ["--lr", "1e-3", "--data-path", "my text"])
     return json.loads((folder.path / "run.json").read_text())
 
 
@@ -157,31 +133,16 @@ def test_a_record_that_cannot_be_read_is_named(folder, content):
         started(folder)
 
 
-def test_the_record_says_what_the_run_is(folder):
-    record = started(folder)
-    assert record["schema"] == "megatron-switch/run/1"
-    assert record["seed"] == 1234
-    assert record["device"] == "cpu"
-    assert record["flags"]["num_layers"] == 4
-    assert record["flags"]["params_dtype"] == "torch.bfloat16"
-    assert record["versions"]["megatron-switch"] == __version__
-    assert record["versions"]["megatron-core"] == "0.19.2"
-    assert {"python", "torch"} <= set(record["versions"])
-    assert record["hardware"]["cpus"] == os.cpu_count()
-    assert "--data-path 'my text'" in record["command"]
+def test_the_rank_table_has_the_host_of_each_rank(folder):
+    started(folder)
+    rows = list(csv.DictReader((folder.path / "ranks.csv").read_text().splitlines()))
+    assert [(row["rank"], row["host"]) for row in rows] == [("0", "node1"), ("1", "node1")]
 
 
-def test_the_commit_is_that_of_this_package_only(monkeypatch):
-    asked = []
-    monkeypatch.setattr(run_folder, "_git", lambda *words: asked.append(words[0]) or "abc-dirty")
-    assert run_folder._git_commit() == "abc-dirty"
-    assert asked == ["ls-files", "describe"]  # first whether the checkout knows this file
-
-    def unknown(*words):
-        raise subprocess.CalledProcessError(1, "git")
-
-    monkeypatch.setattr(run_folder, "_git", unknown)
-    assert run_folder._git_commit() is None
+def test_the_end_of_a_start_is_recorded(folder):
+    started(folder)
+    folder.record_end(code=0, reason="finished", iteration=4)
+    assert json.loads((folder.path / "run.json").read_text())["starts"][0]["exit"]["code"] == 0
 
 
 def resume_words(folder, monkeypatch, tmp_path):
@@ -210,14 +171,14 @@ def test_resume_runs_the_same_command_and_takes_more_flags(folder, monkeypatch, 
 def test_resume_continues_behind_what_ckpt_step_began_with(folder, monkeypatch, tmp_path, step):
     args = arguments(load="own", save="own")
     folder.path.mkdir()
-    folder.describe(args, ["--lr", "1e-3", *step, "--seed", "5"], "cpu")
+    described(folder, args, ["--lr", "1e-3", *step, "--seed", "5"])
     _, *words = resume_words(folder, monkeypatch, tmp_path)
     assert words[3:-2] == ["--lr", "1e-3", "--seed", "5"]
 
 
 def test_resume_begins_where_the_run_began_until_it_has_saved(folder, monkeypatch, tmp_path):
     folder.path.mkdir()
-    folder.describe(arguments(load="another", save="own"), ["--ckpt-step", "10"], "cpu")
+    described(folder, arguments(load="another", save="own"), ["--ckpt-step", "10"])
     _, *words = resume_words(folder, monkeypatch, tmp_path)
     assert words[3:-2] == ["--ckpt-step", "10"]
 

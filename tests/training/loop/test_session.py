@@ -5,8 +5,10 @@ and every other layout continues from there. Losses, drops and gradient norms of
 follow must be those of the one rank, evaluation included.
 """
 
+import json
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,6 +167,18 @@ def test_a_signal_saves_and_resume_sh_continues(data, tmp_path, number):
     assert tracker.read_text() == str(saved_at + 1)
     iterations = [record["iteration"] for record in read_records(folder / "metrics.jsonl")]
     assert iterations == list(range(1, saved_at + 2))
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    assert [(each["iteration"], each["exit"]["iteration"]) for each in starts] == [
+        (0, saved_at),
+        (saved_at, saved_at + 1),
+    ]
+    assert [each["exit"]["code"] for each in starts] == [SAVED, 0]
+    assert starts[0]["exit"]["reason"] == number.name
+    assert starts[0]["layout"]["ep"] == 2
+    assert starts[0]["hosts"] == [socket.gethostname()]
+    marks = read_records(folder / "metrics.jsonl", "start")
+    assert [mark["iteration"] for mark in marks] == [0, saved_at]
+    assert read_records(folder / "metrics.jsonl")[-1]["consumed_tokens"] == (saved_at + 1) * 8 * 16
 
 
 @pytest.mark.timeout(240)  # two interpreters start, and import all of Megatron
