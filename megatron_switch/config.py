@@ -136,6 +136,10 @@ class SwitchConfig:
     run_dir: str | None = flag(None, on_resume="free")
     """One folder for checkpoints, TensorBoard, metrics, log, rank table, run.json and resume.sh."""
 
+    keep_checkpoints: int | None = flag(None, range=COUNT, needs=("save",), on_resume="free")
+    """Newest checkpoints to keep; older ones are deleted after each save, except at multiples of
+    --save-retain-interval. Default: all, or 1 with --save-retain-interval."""
+
     metrics_file: str | None = flag(None, on_resume="free")
     """JSON-lines file of training metrics. Default: metrics.jsonl in --switch-run-dir."""
 

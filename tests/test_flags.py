@@ -40,6 +40,7 @@ FLAGS = {
     "--switch-device": ("auto", ["auto", "cuda", "cpu"]),
     "--switch-nodes-per-leaf": (None, None),
     "--switch-run-dir": (None, None),
+    "--switch-keep-checkpoints": (None, None),
     "--switch-metrics-file": (None, None),
     "--switch-metrics-interval": (10, None),
     "--switch-nonfinite": ("raise", ["raise", "skip", "ignore"]),

@@ -319,7 +319,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
         "tensorboard_log_interval exit_interval distributed_timeout_minutes",
         range=COUNT,
     ),
-    **_each("save_interval", range=COUNT, needs=("save",)),
+    **_each("save_interval save_retain_interval", range=COUNT, needs=("save",)),
     **_each(
         "eval_iters lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples num_workers",
         range=COUNT_OR_ZERO,

@@ -82,6 +82,10 @@ def flag_lines(job: LaunchJob) -> list[str]:
         quoted = shlex.quote(word)
         # A comma needs no quotes, but shellcheck reports it as a likely typo in an array.
         lines[-1].append(f"'{word}'" if quoted == word and "," in word else quoted)
+    if not any(
+        job.values.has(flag) for flag in ("switch-keep-checkpoints", "save-retain-interval")
+    ):
+        lines.append(["--switch-keep-checkpoints", str(_KEPT)])
     lines += [["--switch-run-dir", '"$RUN"'], ["--switch-device", "cuda"]]
     return [" ".join(line) for line in lines]
 
@@ -110,6 +114,8 @@ def _wrapped(command: Sequence[str]) -> str:
 
 
 _WIDTH = 88
+_KEPT = 3
+"""Checkpoints that a run keeps where its flags do not say."""
 
 
 def _render(template: str, **values: object) -> str:

@@ -15,7 +15,6 @@ Adam, which keeps one step per parameter group, the repairs of torch's Adam do n
 """
 
 import importlib.util
-import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_switch.checkpoint.formats.dist_metadata import read_index
-from megatron_switch.checkpoint.load.files import TRACKER
 from megatron_switch.checkpoint.load.group_rates import take_rates
 from megatron_switch.checkpoint.load.norm_keys import name_norms_as_stored
 from megatron_switch.checkpoint.load.object_types import check_types
@@ -36,7 +34,7 @@ from megatron_switch.errors import CheckpointError
 from megatron_switch.moe.metrics.count_log import register_count_hooks
 from megatron_switch.moe.metrics.tracker import step_is_skipped
 from megatron_switch.upstream.patching import Patch, applied
-from megatron_switch.utils.atomic_file import renamed_into_place
+from megatron_switch.upstream.tracker import TrackerRenamed
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _CHAIN = "megatron.core.optimizer.optimizer:ChainedOptimizer"
@@ -122,7 +120,7 @@ def megatron_repairs() -> tuple[Patch, ...]:
         Patch(
             "megatron.training.checkpointing:maybe_msc",
             "the tracker is written in place, and a job killed meanwhile leaves an empty one",
-            wrapper=_TrackerRenamed,
+            wrapper=TrackerRenamed,
             alias_of="megatron.core.msc_utils:maybe_msc",
         ),
         Patch(
@@ -318,24 +316,6 @@ def _keep_empty_lists_local(original: Callable[..., Any]) -> Callable[..., Any]:
         return record
 
     return sharded_state_dict
-
-
-class _TrackerRenamed:
-    """Megatron's storage client, except that the tracker is renamed into place."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        from megatron.core.msc_utils import MultiStorageClientFeature
-
-        is_tracker = mode == "w" and os.path.basename(path) == TRACKER
-        if is_tracker and not MultiStorageClientFeature.is_enabled():  # object stores are atomic
-            return renamed_into_place(path)
-        return self._client.open(path, mode, *args, **kwargs)
 
 
 def _save_with_local_queue(

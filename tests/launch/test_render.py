@@ -60,7 +60,14 @@ def test_flags_arrive_as_they_were_given(render):
     awkward = ("--wandb-exp-name", 'it\'s "quoted" $HOME `x` \\ *', "--data-path", "a b", "c")
     found = flags_in_bash(render(job(*awkward), "hopper", COMMAND))
     given = [*job(*awkward).flags]
-    assert found == [*given, "--switch-run-dir", "runs/one", "--switch-device", "cuda"]
+    kept = ["--switch-keep-checkpoints", "3"]
+    assert found == [*given, *kept, "--switch-run-dir", "runs/one", "--switch-device", "cuda"]
+
+
+@pytest.mark.parametrize("flag", ["--switch-keep-checkpoints", "--save-retain-interval"])
+def test_what_a_run_keeps_is_the_flags_to_say(flag):
+    found = flags_in_bash(sbatch(flag, "100"))
+    assert [word for word in found if "keep" in word or "retain" in word] == [flag]
 
 
 def test_what_slurm_is_told():

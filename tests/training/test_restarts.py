@@ -107,3 +107,20 @@ def test_a_folder_of_checkpoints_is_one_runs(run, tmp_path):
     assert f"Another process is training in --save {tmp_path}" in busy.errors
     lock.release()
     assert iterations(train(f"{saving} --load {tmp_path}")) == [2, 3, 4]
+
+
+def test_old_checkpoints_are_deleted_and_the_newest_is_resumed(run, tmp_path):
+    flags, _ = run
+    keeping = f"{flags} --switch-run-dir {tmp_path / 'run'} --switch-keep-checkpoints 2"
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert iterations(train(f"{keeping} --exit-interval 3")) == [1, 2, 3]
+    assert sorted(path.name for path in checkpoints.glob("iter_*")) == [
+        *("iter_0000002", "iter_0000003")
+    ]
+    outcome = train(f"{keeping} --switch-keep-checkpoints 1 --save-retain-interval 2")
+    assert iterations(outcome) == [4]
+    assert f"Deleting old checkpoints in {checkpoints}: iter_0000003." in outcome.screen
+    assert sorted(path.name for path in checkpoints.glob("iter_*")) == [
+        *("iter_0000002", "iter_0000004")
+    ]
+    assert '"save_retain_interval": 2' in (tmp_path / "run" / "run.json").read_text()

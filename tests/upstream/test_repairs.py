@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_switch.checkpoint.load.files import TRACKER
 from megatron_switch.errors import UpstreamError
 from megatron_switch.upstream import repairs
 from megatron_switch.upstream.repairs import megatron_repairs, repaired_megatron
@@ -106,23 +105,6 @@ def test_the_queue_is_taken_back_when_a_save_fails():
     with pytest.raises(OSError, match="disk full"):
         repairs._save_with_local_queue(save)(None, {}, "folder")
     assert filesystem_async._results_queue is before
-
-
-def test_only_the_tracker_is_renamed_into_place(tmp_path):
-    from megatron.core.msc_utils import maybe_msc
-
-    client = repairs._TrackerRenamed(maybe_msc)
-    tracker = tmp_path / TRACKER
-    tracker.write_text("3")
-    with client.open(str(tracker), "w") as stream:
-        stream.write("6")
-        assert tracker.read_text() == "3"
-    with client.open(str(tracker), "r") as stream:
-        assert stream.read() == "6"
-    other = tmp_path / "other.txt"
-    with client.open(str(other), "w") as stream:
-        assert other.exists()
-    assert client.os.path.isfile(str(tracker))
 
 
 def test_megatron_still_writes_the_tracker_through_its_storage_client():

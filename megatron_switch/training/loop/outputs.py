@@ -6,13 +6,14 @@ while it loads changes no record: before, it would leave a ``resume.sh`` that fa
 
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from signal import Signals
 
 import torch
 
+from megatron_switch.checkpoint.load.retention import Retention
 from megatron_switch.errors import SwitchError
 from megatron_switch.layout.grid import Layout
 from megatron_switch.training.logs.run_folder import RunFolder
@@ -21,6 +22,7 @@ from megatron_switch.training.preflight.write_targets import (
     check_write_targets,
     make_write_targets,
 )
+from megatron_switch.upstream.tracker import after_saving
 from megatron_switch.utils.exit_codes import INTERRUPTED, USER_ERROR
 from megatron_switch.utils.folder_lock import FolderLock
 
@@ -87,6 +89,14 @@ class RunOutputs:
                 hosts=hosts,
                 ranks_per_node=ranks_per_node,
             )
+        self._args.save_retain_interval = None  # Megatron would keep one checkpoint only
+
+    @contextmanager
+    def old_checkpoints_deleted(self) -> Iterator[None]:
+        """Delete old checkpoints after each save within a block, as the flags say."""
+        retention = Retention.from_args(self._args)
+        with nullcontext() if retention is None else after_saving(retention.apply):
+            yield
 
     def record_end(
         self, error: BaseException | None, signal: Signals | None, code_of_signal: int

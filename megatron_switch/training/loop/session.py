@@ -222,7 +222,10 @@ class _Session:
             )
             return provider(*values, **named)
 
-        with loop_monitors(args, self._switch, model, console.say_beside_losses) as monitors:
+        with (
+            self._outputs.old_checkpoints_deleted(),
+            loop_monitors(args, self._switch, model, console.say_beside_losses) as monitors,
+        ):
             try:
                 pretrain(
                     pretrain_cfg_container_from_args(args, model),
