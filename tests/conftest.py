@@ -4,6 +4,7 @@ import functools
 import gc
 import inspect
 import os
+import signal
 
 # Before torch is imported, here or in a process that a test starts: tests run side by side, and
 # two threads on two busy cores are slower than one.
@@ -12,6 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
+# nohup lets its command ignore this signal, and what tests start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 gc.disable()  # until all tests are imported: nothing of that is garbage
 

@@ -78,15 +78,21 @@ def write_grouped_outer(
         counts: As in :func:`grouped_outer`.
         add: Whether to keep the values of ``sums_eOI`` and add to them.
     """
-    beta = int(add)  # 0: what the tensor holds is not read
+    # Not addmm_ and its like: torch's counter of FLOPs does not know them.
     if len(counts) > 1 and len(set(counts)) == 1:
         grads = grad_RO.reshape(len(counts), counts[0], grad_RO.shape[1])
         rows = rows_RI.reshape(len(counts), counts[0], rows_RI.shape[1])
-        sums_eOI.baddbmm_(grads.mT, rows, beta=beta)
+        if add:
+            torch.baddbmm(sums_eOI, grads.mT, rows, out=sums_eOI)
+        else:
+            torch.bmm(grads.mT, rows, out=sums_eOI)
         return
     parts = zip(sums_eOI, torch.split(grad_RO, counts), torch.split(rows_RI, counts), strict=True)
     for sums, grad, part in parts:
-        sums.addmm_(grad.t(), part, beta=beta)
+        if add:
+            torch.addmm(sums, grad.t(), part, out=sums)
+        else:
+            torch.mm(grad.t(), part, out=sums)
 
 
 def _has_grouped_kernel(rows_RI: Tensor, width: int) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_switch.moe import grouped_products as module
 from megatron_switch.moe.grouped_products import (
@@ -53,6 +54,17 @@ def test_outer_products_are_written_or_added(counts):
     torch.testing.assert_close(written, expected)
     write_grouped_outer(written, grad_RO, rows_RI, counts, add=True)
     torch.testing.assert_close(written, 2 * expected)
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [4, 5]], ids=str)
+@pytest.mark.parametrize("add", [False, True])
+def test_every_product_is_counted(counts, add):
+    rows_RI, grad_RO, weight_eIO = drawn(counts)
+    sums = torch.zeros(len(counts), O, I, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        grouped_matmul(rows_RI, weight_eIO, counts)
+        write_grouped_outer(sums, grad_RO, rows_RI, counts, add=add)
+    assert counter.get_total_flops() == 2 * 2 * sum(counts) * I * O
 
 
 def test_the_kernel_for_unequal_groups_equals_the_loop(monkeypatch):
